@@ -1,0 +1,5 @@
+"""`python -m profiler`."""
+
+from profiler.cli import main
+
+main()

@@ -1,0 +1,72 @@
+"""Arms side by side on one copy of the backbone's weights.
+
+Each arm gets module trees of its own over the same tensors: wrapping, adapters or attention switches in one never
+touch another, and interleaving costs no memory. An arm has two trees: `bare`, which nothing watches, and
+`recorded`, which carries the recorder's hooks.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from profiler import methods
+from profiler.recorder import Recorder
+from profiler.records import ArmRecord
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def sibling(model: PreTrainedModel) -> PreTrainedModel:
+    """A new module tree over the very same parameters and buffers (tied weights stay tied)."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm of a run: its two trees and what the manifest says of it."""
+
+    record: ArmRecord
+    bare: methods.Method
+    recorded: methods.Method
+
+    @property
+    def name(self) -> str:
+        """The arm's name in the spec."""
+        return self.record.name
+
+
+def tree(backbone: PreTrainedModel, method: str, config: Any) -> methods.Method:
+    """One wrapped sibling of `backbone`, with a recorder of its own that is not attached yet."""
+    return methods.load(method).wrap(sibling(backbone), config, Recorder())
+
+
+def build(backbone: PreTrainedModel, name: str, method: str, options: dict[str, Any], twin: str | None) -> Arm:
+    """Make an arm.
+
+    Raises:
+        InputError: the method is unknown, an option is wrong, or a checkpoint does not fit the backbone.
+    """
+    config = methods.configure(method, options, where=f"arms.{name}.")
+    bare, recorded = tree(backbone, method, config), tree(backbone, method, config)
+    recorded.recorder.attach(recorded)
+    return Arm(describe(recorded, name, method, twin), bare, recorded)
+
+
+def describe(handle: methods.Method, name: str, method: str, twin: str | None) -> ArmRecord:
+    """What the manifest says of a wrapped model."""
+    return ArmRecord(
+        name=name,
+        method=method,
+        twin=twin,
+        scope=handle.scope,
+        options=handle.config.model_dump(mode="json"),
+        kv_policy=handle.kv_policy,
+        synthetic=handle.synthetic,
+        untrained=handle.untrained,
+        signals=dict(handle.signals),
+        choices=handle.choices(handle.model, handle.config),
+    )

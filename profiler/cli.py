@@ -1,0 +1,227 @@
+"""The command line. Each command imports what it needs when it runs, so that `--help` is quick.
+
+People read stderr (progress, tables); stdout is for data. Exit codes: 0 done, 1 our fault, 2 the user's input,
+3 a gate failed, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import typer.core
+
+from profiler.errors import GatewiseError, InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+
+class _Commands(typer.core.TyperGroup):
+    """Turns our errors into a sentence and its exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except GatewiseError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(error.exit_code) from None
+        except KeyboardInterrupt:
+            print("interrupted; what was recorded is kept", file=sys.stderr)
+            raise SystemExit(130) from None
+
+
+app = typer.Typer(
+    name="gatewise",
+    cls=_Commands,
+    help="Where the skipped compute went: run, record and explain routed language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+models_app = typer.Typer(help="List model sources, or fetch one.", invoke_without_command=True, rich_markup_mode=None)
+app.add_typer(models_app, name="models")
+
+SpecArgument = Annotated[str | None, typer.Argument(metavar="[SPEC]", help="A spec file or a built-in spec's name.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the spec.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+@app.command()
+def run(
+    spec: SpecArgument = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run folder, new or empty.")] = None,
+    set_: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: the folder and the ladder.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what time, memory and disk it would take.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run in --out.")] = False,
+) -> None:
+    """Run a workload spec (default: the built-in quickstart) into a run folder."""
+    from workloads import loading
+
+    resolved = loading.load(spec, set_ or [])
+    console = _console()
+    if dry_run:
+        from profiler import estimate
+
+        found = estimate.estimate(resolved)
+        _emit(found.as_json(), found.lines(), as_json, console)
+        return
+    from profiler import run as running
+    from profiler.progress import Bar
+
+    with Bar(console) as bar:
+        folder = running.run(resolved, out, resume=resume, progress=bar)
+    _show(folder, as_json, console)
+
+
+def _show(folder: Path, as_json: bool, console: Console) -> None:
+    from analysis import report, terminal
+    from profiler.store import Run
+
+    opened = Run(folder)
+    page = report.write(opened, "html", folder.with_name(folder.name + ".html"))
+    for part in terminal.render(opened):
+        console.print(part)
+    console.print(f"run folder  {folder}")
+    console.print(f"report      {page}")
+    if as_json:
+        import json
+
+        print(json.dumps({"run": str(folder), "report": str(page), **json.loads(report.render_json(opened))}))
+
+
+def _emit(data: dict[str, Any], lines: list[str], as_json: bool, console: Console) -> None:
+    if as_json:
+        import json
+
+        print(json.dumps(data))
+        return
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+
+
+@app.command()
+def validate(spec: SpecArgument = None, set_: SetOption = None) -> None:
+    """Check a spec: its shape, its prompts, its model source and every method's options."""
+    from profiler import methods, models
+    from workloads import loading
+    from workloads.prompts import load_prompts
+
+    resolved = loading.load(spec, set_ or [])
+    load_prompts(resolved.prompts)
+    models.check(resolved.model.source)
+    for arm in resolved.arms:
+        methods.configure(arm.method, arm.options, where=f"arms.{arm.name}.")
+    cells = resolved.cell_list()
+    _console().print(f"{resolved.name}: valid; {len(resolved.arms)} arms × {len(cells)} cells", highlight=False)
+
+
+@app.command()
+def report(
+    run: RunArgument,
+    format: Annotated[str, typer.Option(help="html, md, csv or json.")] = "html",
+    out: Annotated[Path | None, typer.Option(metavar="PATH", help="Where to write; - is stdout.")] = None,
+) -> None:
+    """Write a report of a run: self-contained HTML, Markdown, CSV or JSON."""
+    from analysis import report as reports
+    from profiler.store import Run
+
+    opened = Run(run)
+    if out is not None and str(out) == "-":
+        print(reports.render(opened, format))
+        return
+    suffix = {"html": ".html", "md": ".md", "csv": ".csv", "json": ".json"}.get(format, "")
+    page = reports.write(opened, format, out or run.with_name(run.name + suffix))
+    _console().print(f"{page}", highlight=False)
+
+
+@app.command()
+def methods() -> None:
+    """List the methods."""
+    from profiler import methods as found
+
+    for name, summary in found.summaries().items():
+        print(f"{name:14} {summary}")
+
+
+@models_app.callback()
+def models(context: typer.Context) -> None:
+    """List model sources."""
+    if context.invoked_subcommand is not None:
+        return
+    from profiler import models as sources
+
+    for source in sources.sources():
+        where = f"  [{source.cached}]" if source.cached else ""
+        print(f"{source.name:16} {source.kind:16} {source.what}{where}")
+
+
+@models_app.command()
+def fetch(name: str) -> None:
+    """Download a model, check it and keep it in the user cache."""
+    from profiler import models as sources
+
+    console = _console()
+    with console.status(f"fetching {name}") as status:
+        folder = sources.fetch(name, lambda what: status.update(what))
+    console.print(f"{name}: {folder}", highlight=False)
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine: versions, devices, name clashes, cache, what can be measured."""
+    from profiler import doctor as checking
+
+    marks = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+    checks = checking.checks()
+    for check in checks:
+        print(f"{marks[check.status]}  {check.name}: {check.detail}")
+        if check.remedy and check.status != "ok":
+            print(f"      {check.remedy}")
+    if any(check.status == "fail" for check in checks):
+        raise typer.Exit(1)
+
+
+@app.command()
+def trace(
+    run: RunArgument,
+    viewer: Annotated[str, typer.Option(help="perfetto or tensorboard.")] = "perfetto",
+) -> None:
+    """Open the traces of a run in a viewer."""
+    from profiler.viewer import open_trace
+
+    open_trace(run, viewer)
+
+
+@app.command()
+def dashboard(
+    runs: Annotated[Path, typer.Argument(metavar="[RUNS]", help="A run folder or a folder of them.")] = Path("runs"),
+    port: Annotated[int, typer.Option(help="Port on this machine.")] = 8501,
+) -> None:
+    """Serve the interactive dashboard on this machine."""
+    import subprocess
+
+    if not runs.is_dir():
+        raise InputError(f"dashboard {runs}: no such folder; run something first, or name the folder of your runs")
+    import dashboard as package
+
+    page = Path(str(package.__file__)).with_name("app.py")
+    command = [sys.executable, "-m", "streamlit", "run", str(page), "--server.port", str(port)]
+    raise typer.Exit(subprocess.call([*command, "--", str(runs)]))
+
+
+def main() -> None:
+    """Entry point of `gatewise` and `python -m profiler`."""
+    app()

@@ -1,0 +1,114 @@
+"""From a spec's prompts to the token tensors of its cells.
+
+Every arm gets the very same ids. Decode cells are teacher-forced on the dense model's greedy continuation, so that
+arms whose outputs differ still do the same number of steps on the same tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from profiler import methods
+from profiler.errors import InputError
+from profiler.measure import CellInputs, prefill
+from profiler.records import CellRecord
+from profiler.store import Rows
+from workloads.prompts import CellPrompt, cell_token_ids, load_prompts
+from workloads.spec import Spec
+
+if TYPE_CHECKING:
+    from profiler.models import LoadedModel
+
+#: Prompts the rules are checked on before timing.
+SAMPLES = 4
+
+
+class Inputs:
+    """The prompts of one spec.
+
+    Raises:
+        InputError: the prompts file is missing, empty, not UTF-8, or has none in the named domains.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+        self.prompts = load_prompts(spec.prompts)
+        self._made: dict[str, list[CellPrompt]] = {}
+
+    def tokenise(self, loaded: LoadedModel) -> None:
+        """Bind the model's tokenizer, and check that its positions reach the longest cell.
+
+        Raises:
+            InputError: the model has no tokenizer, or a cell is longer than its positions.
+        """
+        if loaded.tokenizer is None:
+            raise InputError(f"model {self._spec.model.source}: it has no tokenizer, so prompts cannot be made into ids")
+        self._tokenizer = loaded.tokenizer
+        self._device = loaded.model.device
+        limit = getattr(loaded.model.config, "max_position_embeddings", None)
+        for cell in self._spec.cell_list():
+            reach = cell.length + cell.new_tokens
+            if limit is not None and reach > limit:
+                raise InputError(
+                    f"cells: {cell.name} reaches position {reach:,}, and {self._spec.model.source} has positions for "
+                    f"{limit:,} tokens"
+                )
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def samples(self) -> list[list[int]]:
+        """A few prompts as ids, for the checks before timing."""
+        domains: dict[str, Any] = {}
+        for prompt in self.prompts:
+            domains.setdefault(prompt.domain, prompt)
+        chosen = [*domains.values(), *self.prompts][:SAMPLES]
+        return [ids for prompt in chosen if (ids := self._encode(prompt.text))]
+
+    def _rows(self, cell: CellRecord) -> list[CellPrompt]:
+        if cell.name not in self._made:
+            seed = self._spec.prompts.seed
+            self._made[cell.name] = cell_token_ids(self.prompts, self._encode, cell.batch, cell.length, seed)
+        return self._made[cell.name]
+
+    def prompt_rows(self, cell: CellRecord) -> list[Rows]:
+        """Rows of table `prompts`; without text where the spec keeps none."""
+        rows = self._rows(cell)
+        keep = self._spec.privacy.keep_text
+        return [
+            Rows(
+                "prompts",
+                cell.name,
+                {
+                    "request": [row.request for row in rows],
+                    "domain": [row.domain for row in rows],
+                    "tokens": [len(row.ids) for row in rows],
+                    "text": [row.text if keep else None for row in rows],
+                },
+            )
+        ]
+
+    def of(self, cell: CellRecord, dense: methods.Method) -> CellInputs:
+        """Tensors of one cell; a decode cell's continuation comes from `dense`, greedily."""
+        rows = self._rows(cell)
+        ids_BT = torch.tensor([row.ids for row in rows], device=self._device)
+        given = CellInputs(cell, ids_BT, None, [row.request for row in rows])
+        if cell.phase == "prefill":
+            return given
+        cell.reference = "teacher-forced on the dense model's greedy continuation"
+        return CellInputs(cell, ids_BT, _greedy(dense, given, cell.new_tokens), given.requests)
+
+
+def _greedy(dense: methods.Method, given: CellInputs, new_tokens: int) -> torch.Tensor:
+    """`[B, new_tokens]`: what the dense model says after each prompt, most likely token first to last."""
+    found = []
+    with torch.no_grad():
+        out = prefill(dense, given)
+        for _ in range(new_tokens):
+            token_B1 = out.logits[:, -1:].argmax(-1)
+            found.append(token_B1)
+            if len(found) < new_tokens:
+                out = dense.model(input_ids=token_B1, cache=out.cache, use_cache=True, logits_to_keep=1)
+    return torch.cat(found, dim=1)

@@ -1,0 +1,427 @@
+"""All that a method sees of the measuring side: `gate`, `executing`, `span`.
+
+One recorder serves one model tree. Detached, every call returns at once. Attached, a forward of the model is
+one *step*: decisions go into preallocated buffers on the model's device, rows are counted by pre-hooks where
+they enter a branch's first product, and segments are timed by hooks; at the end of the forward one copy brings
+the buffers to the host and a `StepData` goes to the sink. Nothing here waits for the device inside a step.
+
+Not here: turning steps into table rows (`stepdata`), files (`store`), when to measure (`measure`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ContextManager, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from profiler.execution.sequences import RowView, Sequences, SequenceTracker
+
+Mode = Literal["off", "record", "trace"]
+
+#: Bound on one step's buffers, in (decision × signal) cells; decisions past it are dropped and counted.
+MAX_CELLS = 16_000_000
+
+_NOTHING: ContextManager[None] = nullcontext()
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The first product of a choice: rows are counted where they enter `module`.
+
+    `whole` marks products that are outside the batch's row view (the head, a router): all their rows are real.
+    """
+
+    layer: int
+    site: str
+    choice: int
+    module: nn.Module
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class SpanSite:
+    """A module whose forward is one segment of one layer."""
+
+    module: nn.Module
+    segment: str
+    layer: int
+
+
+class Recordable(Protocol):
+    """What the recorder needs of a wrapped model; methods provide it."""
+
+    tracker: SequenceTracker
+
+    @property
+    def root(self) -> nn.Module: ...
+    def probes(self) -> list[Probe]: ...
+    def spans(self) -> list[SpanSite]: ...
+    def kv_bytes(self, output: Any) -> tuple[int, int] | None: ...
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The decisions of one `gate` call: N of them, at one site of one layer. Arrays are `[N]`."""
+
+    layer: int
+    site: str
+    choice: NDArray[np.int16]
+    gate: NDArray[np.float32]
+    signals: dict[str, NDArray[np.float32]]
+
+
+@dataclass
+class Count:
+    """Rows that entered one choice's first product in one step; units as in `records.TABLES["rows"]`."""
+
+    rows: int = 0
+    padded: int = 0
+    context: int = 0
+    context_full: int = 0
+
+
+@dataclass
+class StepData:
+    """Everything recorded in one step, on the host."""
+
+    sequences: Sequences
+    phase: str
+    wall_ns: int
+    decisions: list[Decision]
+    counts: dict[tuple[int, str, int], Count]
+    segment_ns: dict[tuple[str, int], int]
+    device_ns: int | None
+    kv: tuple[int, int] | None
+    dropped: int = 0
+
+
+class _CpuClock:
+    """Attributes wall time to the innermost open segment; parents get what their children leave."""
+
+    def __init__(self) -> None:
+        self.spent: dict[tuple[str, int], int] = {}
+        self._stack: list[tuple[str, int]] = []
+        self._last = 0
+
+    def start(self) -> None:
+        self.spent = {}
+        self._stack = []
+
+    def push(self, segment: str, layer: int) -> None:
+        now = time.perf_counter_ns()
+        if self._stack:
+            top = self._stack[-1]
+            self.spent[top] = self.spent.get(top, 0) + now - self._last
+        self._stack.append((segment, layer))
+        self._last = time.perf_counter_ns()
+
+    def pop(self) -> None:
+        now = time.perf_counter_ns()
+        top = self._stack.pop()
+        self.spent[top] = self.spent.get(top, 0) + now - self._last
+        self._last = now
+
+    def finish(self) -> tuple[dict[tuple[str, int], int], int | None]:
+        return self.spent, None
+
+
+class _CudaClock:
+    """The same from CUDA events on the current stream; read only after the step has been synchronised."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[torch.cuda.Event, tuple[str, int] | None]] = []
+        self._stack: list[tuple[str, int]] = []
+
+    def start(self) -> None:
+        self._marks, self._stack = [], []
+        self._mark(None)
+
+    def _mark(self, owner: tuple[str, int] | None) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((event, owner))
+
+    def push(self, segment: str, layer: int) -> None:
+        self._stack.append((segment, layer))
+        self._mark(self._stack[-1])
+
+    def pop(self) -> None:
+        self._stack.pop()
+        self._mark(self._stack[-1] if self._stack else None)
+
+    def finish(self) -> tuple[dict[tuple[str, int], int], int | None]:
+        self._mark(None)
+        last = self._marks[-1][0]
+        last.synchronize()
+        spent: dict[tuple[str, int], int] = {}
+        for (event, owner), (following, _) in zip(self._marks, self._marks[1:], strict=False):
+            if owner is not None:
+                spent[owner] = spent.get(owner, 0) + round(event.elapsed_time(following) * 1e6)
+        return spent, round(self._marks[0][0].elapsed_time(last) * 1e6)
+
+
+class _Buffers:
+    """Preallocated device storage of one step's decisions: slot by slot, one slot a `gate` call."""
+
+    def __init__(self) -> None:
+        self.choice = torch.empty((0, 0), dtype=torch.int16)
+        self.values = torch.empty((0, 0, 0), dtype=torch.float32)
+
+    def reserve(self, slots: int, width: int, signals: int, device: torch.device) -> None:
+        """Make room for `slots` calls of `width` decisions with `signals` signals each; grows, never shrinks."""
+        have_slots, have_width = self.choice.shape
+        if slots > have_slots or width > have_width or signals + 1 > self.values.shape[0] or self.choice.device != device:
+            slots, width = max(slots, have_slots), max(width, have_width)
+            signals = max(signals + 1, self.values.shape[0])
+            self.choice = torch.empty((slots, width), dtype=torch.int16, device=device)
+            self.values = torch.empty((signals, slots, width), dtype=torch.float32, device=device)
+
+
+@dataclass
+class _Slot:
+    layer: int
+    site: str
+    size: int
+    signals: tuple[str, ...]
+
+
+@dataclass
+class Recorder:
+    """See the module docstring. Create one per model tree, hand it to a method's `wrap`, then `attach` it.
+
+    Attributes:
+        mode: `off`; `record` (decisions, counts, segment clocks); `trace` (decisions and named profiler ranges,
+            no clocks).
+        sink: called with each finished step, on the thread that ran the forward.
+        label: text of the step's profiler range in mode `trace`.
+    """
+
+    mode: Mode = "off"
+    sink: Callable[[StepData], None] | None = None
+    label: str = ""
+    phase: str | None = None
+    _subject: Recordable | None = None
+    _buffers: _Buffers = field(default_factory=_Buffers)
+    _slots: list[_Slot] = field(default_factory=list)
+    _expected_slots: int = 1
+    _dropped: int = 0
+    _counts: dict[tuple[int, str, int], Count] = field(default_factory=dict)
+    _view: RowView | None = None
+    _clock: _CpuClock | _CudaClock | None = None
+    _began_ns: int = 0
+    _open: bool = False
+    _range: Any = None
+    _handles: list[Any] = field(default_factory=list)
+    _device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    # -- what methods call ------------------------------------------------------------------------
+
+    @property
+    def recording(self) -> bool:
+        """Whether a step is being recorded now; work that only serves a record can be left out otherwise."""
+        return self._open
+
+    def gate(self, layer: int, site: str, choice: Tensor, gate: Tensor, **signals: Tensor) -> None:
+        """Record N decisions: one per sequence of the batch, or one per token row.
+
+        Args:
+            layer, site: where.
+            choice: `[N]` integers, indices of the choices at this site.
+            gate: `[N]` the gate's value the choice was made from.
+            signals: `[N]` each, the method's own columns.
+        """
+        if not self._open:
+            return
+        size, at = choice.numel(), len(self._slots)
+        if size * (len(signals) + 2) * (at + 1) > MAX_CELLS:
+            self._dropped += size
+            return
+        self._slots.append(_Slot(layer, site, size, tuple(signals)))
+        buffers = self._buffers
+        if at >= buffers.choice.shape[0] or size > buffers.choice.shape[1] or len(signals) >= buffers.values.shape[0]:
+            self._grow(at + 1, size, len(signals))
+        buffers.choice[at, :size].copy_(choice.reshape(-1))
+        buffers.values[0, at, :size].copy_(gate.reshape(-1))
+        for k, value in enumerate(signals.values(), start=1):
+            buffers.values[k, at, :size].copy_(value.reshape(-1))
+
+    def _grow(self, slots: int, width: int, signals: int) -> None:
+        old_choice, old_values = self._buffers.choice, self._buffers.values
+        self._buffers.reserve(max(slots, 2 * old_choice.shape[0], self._expected_slots), width, signals, self._device)
+        self._buffers.choice[: old_choice.shape[0], : old_choice.shape[1]] = old_choice
+        self._buffers.values[: old_values.shape[0], : old_values.shape[1], : old_values.shape[2]] = old_values
+
+    @contextmanager
+    def executing(self, view: RowView) -> Iterator[None]:
+        """While open, the rows in flight are `view` instead of the whole batch; counters split pads off by it."""
+        before, self._view = self._view, view
+        try:
+            yield
+        finally:
+            self._view = before
+
+    def span(self, segment: str, layer: int) -> ContextManager[Any]:
+        """A context in which time belongs to `segment` of `layer`."""
+        if not self._open:
+            return _NOTHING
+        return _Span(self, segment, layer)
+
+    # -- attaching --------------------------------------------------------------------------------
+
+    def attach(self, subject: Recordable) -> None:
+        """Install the hooks on a wrapped model. Nothing is recorded until `mode` leaves `off`."""
+        if self._subject is not None:
+            raise ValueError("a recorder serves one model tree; this one is attached already")
+        self._subject = subject
+        root = subject.root
+        self._device = next(root.parameters()).device
+        self._handles.append(root.register_forward_pre_hook(self._begin, prepend=True))
+        for site in subject.spans():
+            self._handles.append(site.module.register_forward_pre_hook(self._opener(site)))
+            self._handles.append(site.module.register_forward_hook(self._closer()))
+        for probe in subject.probes():
+            self._handles.append(probe.module.register_forward_pre_hook(self._counter(probe)))
+        self._handles.append(root.register_forward_hook(self._end))
+
+    def detach(self) -> None:
+        """Remove every hook; the model runs as if never recorded."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._subject, self.mode, self._open = [], None, "off", False
+
+    def _opener(self, site: SpanSite) -> Callable[..., None]:
+        segment, layer = site.segment, site.layer
+
+        def open_span(module: nn.Module, args: Any) -> None:
+            if self._open:
+                self._push(segment, layer)
+
+        return open_span
+
+    def _closer(self) -> Callable[..., None]:
+        def close_span(module: nn.Module, args: Any, output: Any) -> None:
+            if self._open:
+                self._pop()
+
+        return close_span
+
+    def _counter(self, probe: Probe) -> Callable[..., None]:
+        key = (probe.layer, probe.site, probe.choice)
+
+        def count(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if not self._open:
+                return
+            x = args[0]
+            entered = x.numel() // x.shape[-1]
+            found = self._counts.setdefault(key, Count())
+            if probe.whole:
+                found.rows += entered
+                return
+            view = self._view if self._view is not None else self._sequences().view
+            found.rows += entered - view.pads
+            found.padded += view.pads
+            found.context += view.context
+            found.context_full += view.context_full
+
+        return count
+
+    def _sequences(self) -> Sequences:
+        assert self._subject is not None and self._subject.tracker.current is not None
+        return self._subject.tracker.current
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def _push(self, segment: str, layer: int) -> None:
+        if self._clock is not None:
+            self._clock.push(segment, layer)
+        else:
+            entered = torch.profiler.record_function(f"gatewise/{segment}/{layer}")
+            entered.__enter__()
+            self._range.append(entered)
+
+    def _pop(self) -> None:
+        if self._clock is not None:
+            self._clock.pop()
+        else:
+            self._range.pop().__exit__(None, None, None)
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._open = False
+        if self.mode == "off":
+            return
+        self._slots, self._counts, self._view, self._dropped = [], {}, None, 0
+        self._range = []
+        if self.mode == "trace":
+            self._clock = None
+            step = torch.profiler.record_function(self.label or "gatewise.step/0/unnamed")
+            step.__enter__()
+            self._range.append(step)
+        else:
+            self._clock = _CudaClock() if self._device.type == "cuda" else _CpuClock()
+            self._clock.start()
+        self._began_ns = time.perf_counter_ns()
+        self._open = True
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._open:
+            return
+        self._open = False
+        if self.mode == "trace":
+            while self._range:
+                self._pop()
+        slots = len(self._slots)
+        self._expected_slots = max(self._expected_slots, slots)
+        width = max((slot.size for slot in self._slots), default=0)
+        channels = 1 + max((len(slot.signals) for slot in self._slots), default=0)
+        choice = self._buffers.choice[:slots, :width].to("cpu", copy=True).numpy()
+        values = self._buffers.values[:channels, :slots, :width].to("cpu", copy=True).numpy()
+        segment_ns, device_ns = self._clock.finish() if self._clock is not None else ({}, None)
+        wall_ns = time.perf_counter_ns() - self._began_ns
+        if self.sink is None or self._subject is None:
+            return
+        decisions = [
+            Decision(
+                slot.layer,
+                slot.site,
+                choice[i, : slot.size],
+                values[0, i, : slot.size],
+                {name: values[k, i, : slot.size] for k, name in enumerate(slot.signals, start=1)},
+            )
+            for i, slot in enumerate(self._slots)
+        ]
+        sequences = self._sequences()
+        self.sink(
+            StepData(
+                sequences=sequences,
+                phase=self.phase or sequences.phase,
+                wall_ns=wall_ns,
+                decisions=decisions,
+                counts=self._counts,
+                segment_ns=segment_ns,
+                device_ns=device_ns,
+                kv=self._subject.kv_bytes(output),
+                dropped=self._dropped,
+            )
+        )
+
+
+class _Span:
+    """An open segment. Reusable objects are not needed: a step has a few hundred at most."""
+
+    __slots__ = ("_layer", "_recorder", "_segment")
+
+    def __init__(self, recorder: Recorder, segment: str, layer: int) -> None:
+        self._recorder, self._segment, self._layer = recorder, segment, layer
+
+    def __enter__(self) -> None:
+        self._recorder._push(self._segment, self._layer)
+
+    def __exit__(self, *exc: object) -> None:
+        self._recorder._pop()

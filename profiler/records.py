@@ -1,0 +1,288 @@
+"""What a run folder holds: table schemas, the manifest, and the format number with its history.
+
+No torch here: a laptop reads what a GPU node wrote. Nothing is computed here either.
+
+Units: nanoseconds (int64) and bytes (int64) inside; exported columns carry their unit in the name.
+
+FORMAT history
+  1  first format: manifest.json, spec.yaml, and one folder of Parquet parts per table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field
+
+FORMAT = 1
+
+State = Literal["running", "complete", "interrupted", "failed"]
+Phase = Literal["prefill", "decode", "mixed"]
+Pass = Literal["warmup", "bare", "instrumented", "traced", "serving"]
+
+_KEY = [
+    ("arm", pa.string()),
+    ("step", pa.int64()),
+    ("rank", pa.int32()),
+]
+
+TABLES: dict[str, pa.Schema] = {
+    # One row a forward step. `step` is unique in the run. `order` is the place within the repeat.
+    # `rows`: real token rows entering the model; `context`: sum over them of the positions each may attend.
+    # `device_ns` is null where there is no device clock.
+    "steps": pa.schema(
+        [
+            ("arm", pa.string()),
+            ("cell", pa.string()),
+            ("pass", pa.string()),
+            ("repeat", pa.int32()),
+            ("order", pa.int32()),
+            ("step", pa.int64()),
+            ("index", pa.int32()),
+            ("phase", pa.string()),
+            ("rows", pa.int64()),
+            ("context", pa.int64()),
+            ("wall_ns", pa.int64()),
+            ("device_ns", pa.int64()),
+            ("rank", pa.int32()),
+        ]
+    ),
+    # One row a decision. `choices` are indices into the manifest's choices of (arm, layer, site).
+    # `position` is -1 where the decision is about a whole sequence; `rows` is how many token rows of
+    # this step it governs.
+    "gates": pa.schema(
+        [
+            *_KEY,
+            ("cell", pa.string()),
+            ("phase", pa.string()),
+            ("request", pa.string()),
+            ("position", pa.int32()),
+            ("layer", pa.int32()),
+            ("site", pa.string()),
+            ("choices", pa.list_(pa.int16())),
+            ("weights", pa.list_(pa.float32())),
+            ("gate", pa.float32()),
+            ("rows", pa.int64()),
+        ]
+    ),
+    # Token rows that entered the first product of a choice, counted there. `rows` leaves pads out,
+    # `padded` counts the pads that were computed too. `context`: sum over real rows of the positions
+    # attended under the causal mask; `context_full`: the same if every key were multiplied.
+    "rows": pa.schema(
+        [
+            *_KEY,
+            ("cell", pa.string()),
+            ("layer", pa.int32()),
+            ("site", pa.string()),
+            ("choice", pa.int16()),
+            ("rows", pa.int64()),
+            ("padded", pa.int64()),
+            ("context", pa.int64()),
+            ("context_full", pa.int64()),
+        ]
+    ),
+    # Wall (CPU) or stream (CUDA) time of one named segment of one layer in an instrumented step.
+    # Self time: a nested segment's time is not in its parent's.
+    "segments": pa.schema(
+        [*_KEY, ("cell", pa.string()), ("layer", pa.int32()), ("segment", pa.string()), ("ns", pa.int64())]
+    ),
+    # Key/value cache held at the end of a step, summed over layers. `live` is what requests need,
+    # `allocated` what the storage takes.
+    "kv": pa.schema([*_KEY, ("cell", pa.string()), ("allocated_bytes", pa.int64()), ("live_bytes", pa.int64())]),
+    # A kernel (CUDA) or a leaf operator (CPU) of a traced step.
+    "kernels": pa.schema(
+        [
+            *_KEY,
+            ("cell", pa.string()),
+            ("stream", pa.int64()),
+            ("name", pa.string()),
+            ("category", pa.string()),
+            ("segment", pa.string()),
+            ("layer", pa.int32()),
+            ("start_ns", pa.int64()),
+            ("dur_ns", pa.int64()),
+            ("bytes", pa.int64()),
+            ("flops", pa.int64()),
+        ]
+    ),
+    "telemetry": pa.schema(
+        [
+            ("time_ns", pa.int64()),
+            ("device", pa.string()),
+            ("metric", pa.string()),
+            ("value", pa.float64()),
+            ("unit", pa.string()),
+        ]
+    ),
+    # The prompts of a run: `text` is null where the spec's privacy section says so.
+    "prompts": pa.schema(
+        [
+            ("cell", pa.string()),
+            ("request", pa.string()),
+            ("domain", pa.string()),
+            ("tokens", pa.int32()),
+            ("text", pa.string()),
+        ]
+    ),
+}
+
+SIGNAL_KEY: list[tuple[str, pa.DataType]] = [
+    *_KEY,
+    ("cell", pa.string()),
+    ("request", pa.string()),
+    ("position", pa.int32()),
+    ("layer", pa.int32()),
+    ("site", pa.string()),
+]
+
+
+def signals_table(method: str) -> str:
+    """Name of the table of a method's own columns."""
+    return f"signals-{method}"
+
+
+def signals_schema(columns: list[str]) -> pa.Schema:
+    """Schema of a method's signals: the gates' key and one float32 column a signal."""
+    return pa.schema([*SIGNAL_KEY, *((name, pa.float32()) for name in columns)])
+
+
+class Record(BaseModel):
+    """Base of what the manifest holds: a later format may add fields, and a reader keeps them."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class Choice(Record):
+    """One alternative at one site of one layer, and what it costs when it runs.
+
+    `layer` is -1 for what belongs to no layer. `backbone_parameters` are the pretrained model's;
+    `replacement_parameters` stand in for them (an adapter); `overhead_parameters` come on top (LoRA,
+    router, memory). FLOPs count a multiply-add as two. `flops_per_row` is per token row;
+    `flops_per_context` per (row, attended position) pair, nonzero for attention only.
+    `weight_bytes` are read by a step if any row takes this choice. `kv_bytes_per_row` is what the
+    choice leaves in the cache for one token.
+    """
+
+    layer: int
+    site: str
+    index: int
+    name: str
+    segments: list[str] = Field(default_factory=list)
+    backbone_parameters: int = 0
+    replacement_parameters: int = 0
+    overhead_parameters: int = 0
+    flops_per_row: int = 0
+    flops_per_context: int = 0
+    weight_bytes: int = 0
+    kv_bytes_per_row: int = 0
+
+
+class ArmRecord(Record):
+    """An arm as it ran: which method, with which options, against which twin, and what its choices cost.
+
+    A site with one choice always runs; a site with several is where the router decides.
+    `synthetic` is set where gates were forced rather than decided by a router.
+    """
+
+    name: str
+    method: str
+    twin: str | None = None
+    scope: Literal["none", "token", "sequence"] = "none"
+    options: dict[str, Any] = Field(default_factory=dict)
+    kv_policy: str | None = None
+    synthetic: str | None = None
+    untrained: bool = False
+    signals: dict[str, str] = Field(default_factory=dict)
+    choices: list[Choice] = Field(default_factory=list)
+
+
+class CellRecord(Record):
+    """One cell of the sweep. `length` is the prompt length (prefill) or the context (decode), in tokens.
+
+    `done` is set once every row of the cell is on disk. `stopped` says which rule ended it:
+    `interval` (narrow enough), `repeats`, `budget` or `session` (a user's own loop).
+    `reference` says what a decode cell's inputs are.
+    """
+
+    name: str
+    phase: Phase
+    batch: int
+    length: int
+    new_tokens: int = 0
+    repeats: int = 0
+    done: bool = False
+    stopped: str | None = None
+    reference: str | None = None
+
+
+class RuleRecord(Record):
+    """The outcome of one of the rules a run enforces on itself."""
+
+    rule: int
+    name: str
+    arm: str | None = None
+    cell: str | None = None
+    passed: bool
+    detail: str
+    figures: dict[str, float] = Field(default_factory=dict)
+
+
+class ModelRecord(Record):
+    """The model under every arm. `random_weights` is shown wherever a result of it is."""
+
+    source: str
+    architecture: str
+    parameters: int
+    layers: int
+    hidden: int
+    dtype: str
+    device: str
+    device_name: str
+    random_weights: bool
+    weights_sha256: str | None = None
+
+
+class Unsupported(Record):
+    """What this machine cannot measure, and why. Never written as 0."""
+
+    metric: str
+    reason: str
+
+
+class Manifest(Record):
+    """`manifest.json`: everything about a run that is not a row of a table."""
+
+    format: int = FORMAT
+    name: str
+    state: State = "running"
+    state_detail: str | None = None
+    created_utc: str
+    finished_utc: str | None = None
+    pid: int
+    host: str
+    spec_sha256: str | None = None
+    origin: Literal["run", "session", "import"] = "run"
+    versions: dict[str, str] = Field(default_factory=dict)
+    git: dict[str, Any] = Field(default_factory=dict)
+    machine: dict[str, Any] = Field(default_factory=dict)
+    model: ModelRecord | None = None
+    arms: list[ArmRecord] = Field(default_factory=list)
+    cells: list[CellRecord] = Field(default_factory=list)
+    rules: list[RuleRecord] = Field(default_factory=list)
+    contention: dict[str, Any] = Field(default_factory=dict)
+    counts: dict[str, int] = Field(default_factory=dict)
+    drops: dict[str, int] = Field(default_factory=dict)
+    unsupported: list[Unsupported] = Field(default_factory=list)
+    units: dict[str, str] = Field(
+        default_factory=lambda: {"*_ns": "nanoseconds", "*_bytes": "bytes", "flops": "multiply-add = 2"}
+    )
+    keeps_text: bool = True
+
+    def arm(self, name: str) -> ArmRecord:
+        """The arm called `name`; KeyError if there is none."""
+        return {arm.name: arm for arm in self.arms}[name]
+
+    def cell(self, name: str) -> CellRecord:
+        """The cell called `name`; KeyError if there is none."""
+        return {cell.name: cell for cell in self.cells}[name]

@@ -1,0 +1,260 @@
+"""One run, start to end: model, arms, inputs, rules, cells, traces, manifest.
+
+The order is fixed: everything a user can get wrong is checked before the folder is made; the rules that must hold
+before timing are checked before the first timed step; a cell is marked done only when its rows are on disk.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from profiler import machine, methods, models, verify
+from profiler.arms import Arm, build, tree
+from profiler.errors import InputError, RuleError
+from profiler.inputs import Inputs
+from profiler.intervals import ratio_of_medians
+from profiler.measure import CellRun, Limits, Outcome
+from profiler.records import CellRecord, Manifest, RuleRecord, Unsupported
+from profiler.store import RunWriter
+from profiler.telemetry import Telemetry
+from profiler.traced import trace_cell
+from workloads.spec import Spec
+
+
+class Progress(Protocol):
+    """Where a run says how far it is; the command line draws it, tests ignore it."""
+
+    def say(self, what: str) -> None:
+        """What is being done now."""
+
+    def at(self, share: float) -> None:
+        """Share of the whole run that is done, between 0 and 1."""
+
+
+class Quiet:
+    """A `Progress` that says nothing."""
+
+    def say(self, what: str) -> None:
+        """Nothing."""
+
+    def at(self, share: float) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A spec with its model, arms and inputs in memory; nothing written yet."""
+
+    spec: Spec
+    loaded: models.LoadedModel
+    arms: list[Arm]
+    inputs: Inputs
+
+
+def prepare(spec: Spec, progress: Progress) -> Prepared:
+    """Load and check everything a spec names.
+
+    Raises:
+        InputError: model, method, option, checkpoint or prompts are wrong.
+    """
+    for arm in spec.arms:
+        methods.configure(arm.method, arm.options, where=f"arms.{arm.name}.")
+    inputs = Inputs(spec)
+    threads = spec.measure.threads
+    if threads is not None:
+        torch.set_num_threads(threads)
+    progress.say(f"loading {spec.model.source}")
+    loaded = models.load(spec.model.source, spec.model.dtype, spec.model.device, spec.model.seed)
+    inputs.tokenise(loaded)
+    arms = [build(loaded.model, arm.name, arm.method, arm.options, arm.twin) for arm in spec.arms]
+    return Prepared(spec, loaded, arms, inputs)
+
+
+def default_folder(name: str) -> Path:
+    """`runs/<name>-<UTC time>`."""
+    return Path("runs") / f"{name}-{dt.datetime.now(dt.UTC):%Y%m%dT%H%M%SZ}"
+
+
+def now_utc() -> str:
+    """The time as the manifest writes it."""
+    return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+
+
+def new_manifest(name: str, **more: Any) -> Manifest:
+    """A manifest with this process, machine and versions filled in."""
+    return Manifest(
+        name=name,
+        created_utc=now_utc(),
+        pid=os.getpid(),
+        host=os.uname().nodename,
+        versions=machine.versions(),
+        git=machine.git_state(Path(__file__).parent),
+        machine=machine.facts(torch_threads=torch.get_num_threads()),
+        **more,
+    )
+
+
+def run(spec: Spec, out: Path | None, *, resume: bool = False, progress: Progress | None = None) -> Path:
+    """Run a spec into a folder.
+
+    Args:
+        spec: as resolved.
+        out: the run folder, new or empty (or unfinished with `resume`); None makes one under `runs/`.
+        resume: go on with an unfinished run.
+        progress: told what happens.
+
+    Returns:
+        The folder.
+
+    Raises:
+        InputError: before anything is written, for what the user can put right.
+        RuleError: a rule of honest measurement failed; the folder says which, state `failed`.
+        KeyboardInterrupt: after the folder has been closed as `interrupted`.
+    """
+    progress = progress or Quiet()
+    if resume and out is None:
+        raise InputError("--resume needs --out DIR, the folder of the unfinished run")
+    prepared = prepare(spec, progress)
+    cells = [
+        CellRecord(name=c.name, phase=c.phase, batch=c.batch, length=c.length, new_tokens=c.new_tokens)
+        for c in spec.cell_list()
+    ]
+    manifest = new_manifest(
+        spec.name,
+        spec_sha256=spec.sha256(),
+        model=prepared.loaded.record,
+        arms=[arm.record for arm in prepared.arms],
+        cells=cells,
+        keeps_text=spec.privacy.keep_text,
+    )
+    writer = RunWriter(out or default_folder(spec.name), manifest, spec.to_yaml(), resume=resume)
+    with closing(writer), _terminated_as_interrupt():
+        _run(prepared, writer, progress)
+    return writer.folder
+
+
+@contextmanager
+def closing(writer: RunWriter) -> Iterator[None]:
+    """Close the folder with the state that fits how the block ended."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        writer.finish("interrupted", "stopped by the user; every cell marked done is whole", now_utc())
+        raise
+    except BaseException as error:
+        writer.finish("failed", f"{type(error).__name__}: {error}", now_utc())
+        raise
+    writer.finish("complete", None, now_utc())
+
+
+@contextmanager
+def _terminated_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends a run like Ctrl-C, so that the folder is closed."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread: the caller owns the signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(prepared: Prepared, writer: RunWriter, progress: Progress) -> None:
+    spec, arms, inputs, manifest = prepared.spec, prepared.arms, prepared.inputs, writer.manifest
+    cells = list(enumerate(manifest.cells))
+    twin_medians: list[float] = []
+    with machine.Contention() as contention, Telemetry(_telemetry(writer)) as telemetry:
+        for arm in arms:
+            progress.say(f"checking {arm.name}: open equals twin, repeats, order, company")
+            manifest.rules += verify.verify(prepared.loaded.model, arm.record, inputs.samples())
+        _enforce(manifest.rules)
+        writer.save_manifest()
+        dense = tree(prepared.loaded.model, "dense", methods.configure("dense", {}))
+        for k, (index, cell) in enumerate(cells):
+            if cell.done:
+                continue
+            start = k / len(cells)
+
+            def between(share: float, start: float = start) -> None:
+                contention.mark()
+                progress.at(start + share / len(cells))
+
+            progress.say(cell.name)
+            writer.submit(lambda cell=cell: inputs.prompt_rows(cell), dropped_as="prompts")  # type: ignore[misc]
+            given = inputs.of(cell, dense)
+            limits = Limits(**spec.measure.model_dump(exclude={"threads"}))
+            outcome = CellRun(given, arms, limits, writer, index, between).run()
+            if spec.trace is not None:
+                progress.say(f"{cell.name}: tracing")
+                trace_cell(given, arms, spec.trace, writer, index)
+            manifest.rules += [*outcome.rules, *_recorder_cost(outcome)]
+            _enforce(manifest.rules)
+            twin_medians = _longest(twin_medians, outcome)
+            writer.close_cell(cell)
+            progress.at((k + 1) / len(cells))
+    manifest.unsupported = [*telemetry.unsupported, *_unsupported(prepared)]
+    manifest.contention = contention.verdict(twin_times=twin_medians, threads_per_rank=torch.get_num_threads())
+
+
+def _longest(so_far: list[float], outcome: Outcome) -> list[float]:
+    """Drift is judged on the cell with the most repeats: a third of few repeats says nothing."""
+    return max([so_far, *outcome.twin_medians_ns.values()], key=len)
+
+
+def _telemetry(writer: RunWriter) -> Callable[[dict[str, list[Any]]], None]:
+    def emit(rows: dict[str, list[Any]]) -> None:
+        writer.append("telemetry", rows, cell="telemetry")
+
+    return emit
+
+
+def _recorder_cost(outcome: Outcome) -> list[RuleRecord]:
+    """Rule 14: what recording cost, from on/off pairs of the same repeats."""
+    found = []
+    for (cell, arm), pairs in outcome.recorder_pairs.items():
+        cost = ratio_of_medians([on for on, _ in pairs], [off for _, off in pairs])
+        share = cost.value - 1
+        found.append(
+            RuleRecord(
+                rule=14,
+                name="recorder's own cost",
+                arm=arm,
+                cell=cell,
+                passed=True,
+                detail=f"recorder on ÷ off − 1 = {share:+.1%} [{cost.low - 1:+.1%}, {cost.high - 1:+.1%}], n = {cost.n}",
+                figures={"cost": share, "low": cost.low - 1, "high": cost.high - 1, "n": float(cost.n)},
+            )
+        )
+    return found
+
+
+def _unsupported(prepared: Prepared) -> list[Unsupported]:
+    if prepared.loaded.model.device.type == "cuda":
+        return []
+    return [
+        Unsupported(metric="device_ns", reason="the model ran on the CPU, which has no device clock of its own"),
+        Unsupported(metric="host synchronisations", reason="counted on CUDA only; on the CPU there is nothing to wait for"),
+    ]
+
+
+def _enforce(rules: list[RuleRecord]) -> None:
+    broken = [rule for rule in rules if not rule.passed]
+    if broken:
+        first = broken[0]
+        where = " ".join(part for part in (first.arm, first.cell) if part)
+        raise RuleError(f"rule {first.rule} ({first.name}) does not hold for {where}: {first.detail}")

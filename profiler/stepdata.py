@@ -1,0 +1,167 @@
+"""A recorded step as rows of tables, and the proof that the rows executed are the rows decided.
+
+Pure functions of a `StepData`; they run outside every timed region.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from profiler.recorder import Decision, StepData
+from profiler.records import ArmRecord, signals_schema, signals_table
+from profiler.store import Rows
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a step stands in the run."""
+
+    cell: str
+    step: int
+
+
+def decision_rows(data: StepData, arm: ArmRecord, place: Place) -> list[Rows]:
+    """Rows of `gates`, of the method's signals table, of `rows` and of `kv`."""
+    found: list[Rows] = []
+    for decision in data.decisions:
+        key = _decision_key(data, decision, arm, place)
+        size = len(key["request"])
+        keep = key.pop("keep")
+        each = pa.array(np.arange(size + 1, dtype=np.int32))
+        found.append(
+            Rows(
+                "gates",
+                place.cell,
+                {
+                    **key,
+                    "phase": data.phase,
+                    "choices": pa.ListArray.from_arrays(each, pa.array(decision.choice[keep])),
+                    "weights": pa.ListArray.from_arrays(each, pa.array(np.ones(size, dtype=np.float32))),
+                    "gate": decision.gate[keep],
+                },
+            )
+        )
+        if decision.signals:
+            key.pop("rows")
+            columns = {name: values[keep] for name, values in decision.signals.items()}
+            schema = signals_schema(list(arm.signals))
+            found.append(Rows(signals_table(arm.method), place.cell, {**key, **columns}, schema))
+    if data.counts:
+        keys, counts = zip(*data.counts.items(), strict=True)
+        found.append(
+            Rows(
+                "rows",
+                place.cell,
+                {
+                    "arm": arm.name,
+                    "step": place.step,
+                    "layer": [key[0] for key in keys],
+                    "site": [key[1] for key in keys],
+                    "choice": [key[2] for key in keys],
+                    "rows": [count.rows for count in counts],
+                    "padded": [count.padded for count in counts],
+                    "context": [count.context for count in counts],
+                    "context_full": [count.context_full for count in counts],
+                },
+            )
+        )
+    if data.kv is not None:
+        allocated, live = data.kv
+        columns = {"arm": arm.name, "step": place.step, "allocated_bytes": [allocated], "live_bytes": [live]}
+        found.append(Rows("kv", place.cell, columns))
+    return found
+
+
+def segment_rows(data: StepData, arm: ArmRecord, place: Place) -> list[Rows]:
+    """Rows of `segments`."""
+    if not data.segment_ns:
+        return []
+    return [
+        Rows(
+            "segments",
+            place.cell,
+            {
+                "arm": arm.name,
+                "step": place.step,
+                "segment": [segment for segment, _ in data.segment_ns],
+                "layer": [layer for _, layer in data.segment_ns],
+                "ns": list(data.segment_ns.values()),
+            },
+        )
+    ]
+
+
+def _decision_key(data: StepData, decision: Decision, arm: ArmRecord, place: Place) -> dict[str, Any]:
+    """The key columns of one `gate` call, and `keep`, the entries that are not pads."""
+    sequences = data.sequences
+    if arm.scope == "sequence":
+        requests: list[str] = list(sequences.requests)
+        positions: NDArray[np.int32] = np.full(len(requests), -1, dtype=np.int32)
+        rows: NDArray[np.int64] = np.asarray(sequences.rows_S, dtype=np.int64)
+        keep: NDArray[np.bool_] = np.ones(len(requests), dtype=bool)
+    else:
+        requests = [name for i, name in enumerate(sequences.requests) for _ in range(sequences.rows_S[i])]
+        positions = np.concatenate([np.asarray(sequences.positions(i), dtype=np.int32) for i in range(len(sequences))])
+        rows = np.ones(len(requests), dtype=np.int64)
+        real = sequences.real_BT
+        keep = np.ones(decision.choice.size, dtype=bool) if real is None else real.cpu().numpy().reshape(-1)
+    return {
+        "arm": arm.name,
+        "step": place.step,
+        "request": requests,
+        "position": positions,
+        "layer": decision.layer,
+        "site": decision.site,
+        "rows": rows,
+        "keep": keep,
+    }
+
+
+def digest(data: StepData) -> bytes:
+    """Fingerprint of a step's decisions: who chose what, where. Gate values are left out (they may round)."""
+    state = hashlib.blake2b(digest_size=16)
+    for decision in data.decisions:
+        state.update(f"{decision.layer}/{decision.site}/".encode())
+        state.update(np.ascontiguousarray(decision.choice).tobytes())
+    return state.digest()
+
+
+def executed_as_decided(data: StepData, arm: ArmRecord) -> list[str]:
+    """Rule 1: rows counted where they entered a branch against what the decisions say; the differences, in words.
+
+    Checked for every choice that has a product. A site that decides nothing must have run all real rows. Pads are
+    left out on both sides.
+    """
+    expected: dict[tuple[int, str, int], int] = defaultdict(int)
+    decided = {(decision.layer, decision.site) for decision in data.decisions}
+    for decision in data.decisions:
+        key = _decision_key(data, decision, arm, Place("", 0))
+        for choice, rows in zip(decision.choice[key["keep"]].tolist(), key["rows"].tolist(), strict=True):
+            expected[(decision.layer, decision.site, choice)] += rows
+    problems = []
+    alone = {(c.layer, c.site) for c in arm.choices} - {(c.layer, c.site) for c in arm.choices if c.index > 0}
+    for choice in arm.choices:
+        place = (choice.layer, choice.site)
+        if choice.flops_per_row == 0 or choice.layer < 0 or choice.site == "router":
+            continue
+        counted = data.counts.get((*place, choice.index))
+        executed = counted.rows if counted is not None else 0
+        if place in alone:
+            wanted = data.sequences.view.rows
+        elif place in decided:
+            wanted = expected[(*place, choice.index)]
+        else:
+            problems.append(f"layer {choice.layer} {choice.site}: no decision was recorded")
+            continue
+        if executed != wanted:
+            problems.append(
+                f"layer {choice.layer} {choice.site} {choice.name}: {executed} rows entered, decisions say {wanted}"
+            )
+    return problems

@@ -6,6 +6,7 @@ People read stderr (progress, tables); stdout is for data. Exit codes: 0 done, 1
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,9 @@ from profiler.errors import GatewiseError, InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+# Kineto prints two lines a trace from C++; it reads this once, when torch loads.
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")
 
 
 

@@ -90,7 +90,8 @@ TABLES: dict[str, pa.Schema] = {
     # Key/value cache held at the end of a step, summed over layers. `live` is what requests need,
     # `allocated` what the storage takes.
     "kv": pa.schema([*_KEY, ("cell", pa.string()), ("allocated_bytes", pa.int64()), ("live_bytes", pa.int64())]),
-    # A kernel (CUDA) or a leaf operator (CPU) of a traced step.
+    # A kernel (CUDA), or an operator's own time (CPU), of a traced step: the time of operators inside it is theirs, so
+    # the sum counts each moment of a thread once. Category `cpu_op` is a leaf, `cpu_self` an operator with others inside.
     "kernels": pa.schema(
         [
             *_KEY,
@@ -217,7 +218,7 @@ class CellRecord(Record):
 
 
 class RuleRecord(Record):
-    """The outcome of one of the rules a run enforces on itself."""
+    """The outcome of one of the rules a run enforces on itself. A figure that is not finite is written as null."""
 
     rule: int
     name: str
@@ -225,7 +226,7 @@ class RuleRecord(Record):
     cell: str | None = None
     passed: bool
     detail: str
-    figures: dict[str, float] = Field(default_factory=dict)
+    figures: dict[str, float | None] = Field(default_factory=dict)
 
 
 class ModelRecord(Record):

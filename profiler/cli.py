@@ -169,17 +169,19 @@ def models(context: typer.Context) -> None:
 
     for source in sources.sources():
         where = f"  [{source.cached}]" if source.cached else ""
-        print(f"{source.name:16} {source.kind:16} {source.what}{where}")
+        print(f"{source.name:20} {source.kind:16} {source.what}{where}")
 
 
 @models_app.command()
 def fetch(name: str) -> None:
     """Download a model, check it and keep it in the user cache."""
+    from rich.markup import escape
+
     from profiler import models as sources
 
     console = _console()
     with console.status(f"fetching {name}") as status:
-        folder = sources.fetch(name, lambda what: status.update(what))
+        folder = sources.fetch(name, lambda what: status.update(escape(what)))
     console.print(f"{name}: {folder}", highlight=False)
 
 

@@ -15,6 +15,8 @@ from scipy import stats
 #: Two-sided confidence of every interval the product prints.
 CONFIDENCE = 0.95
 RESAMPLES = 2000
+#: Values resampled at once; the bound on memory, since a long cell has tens of thousands of pairs.
+VALUES_AT_ONCE = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def _bootstrap(data: Sequence[NDArray[np.float64]], statistic: object, value: fl
         statistic,
         paired=len(data) > 1,
         vectorized=True,
+        batch=max(1, VALUES_AT_ONCE // data[0].size),
         n_resamples=RESAMPLES,
         confidence_level=CONFIDENCE,
         method="percentile",

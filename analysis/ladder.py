@@ -452,7 +452,7 @@ def _recorder_cost(tables: _Tables, cell: str, arm: str) -> _Figure:
 def _step_times(tables: _Tables, cell: str, arm: str) -> Iterator[tuple[str, str, _Figure]]:
     for variant in VARIANTS["step_time"]:
         times = walls(tables.samples, cell, arm, variant)
-        meaning = f"median wall time of a {variant} step"
+        meaning = f"median wall time of {'an' if variant[0] in 'aeiou' else 'a'} {variant} step"
         if times.size == 0:
             yield "step_time", variant, _Figure(unit="ms", meaning=meaning, why=[f"no {variant} steps"])
             continue

@@ -1,0 +1,367 @@
+"""Reports of a run: self-contained HTML, Markdown, CSV and JSON.
+
+Reports draw what `analysis` returns and compute nothing. The HTML opens from a file without a network: Plotly is
+inside, once, and a content policy forbids every request and every script but its own two. Prompts, names and notes
+are data: Jinja escapes them in HTML, `charts.plain` in labels, and the JSON of figures holds no `<`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import jinja2
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from analysis import charts, kernels, ladder, latency, routing, routing_charts, tables, wording
+from analysis.overview import Overview, overview
+from profiler.errors import InputError, StoreError
+from profiler.store import Run
+
+KERNELS_SHOWN = 10
+#: Prompts longer than this are cut in the report; the page shows them whole.
+PROMPT_CHARACTERS = 400
+_TEMPLATES = Path(__file__).with_name("templates")
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """Everything a report shows, read once."""
+
+    run: Run
+    overview: Overview
+    ladder: pd.DataFrame
+    wide: pd.DataFrame
+    measured: pd.DataFrame
+    unmeasured: list[str]
+    break_even: pd.DataFrame
+    tails: pd.DataFrame
+    segments: pd.DataFrame
+    skips: pd.DataFrame
+    look: charts.Look
+    names: dict[str, str]
+
+    @classmethod
+    def of(cls, run: Run) -> _Contents:
+        frame = ladder.ladder(run)
+        wide = ladder.ladder_wide(frame)
+        measured, unmeasured = tables.split_measured(wide)
+        return cls(
+            run=run,
+            overview=overview(run, frame),
+            ladder=frame,
+            wide=wide,
+            measured=measured,
+            unmeasured=unmeasured,
+            break_even=ladder.break_even(run, frame),
+            tails=latency.tails(run),
+            segments=kernels.segments(run),
+            skips=routing.skip_by_layer(run),
+            look=charts.Look.of(run.manifest),
+            names=wording.arm_names(run.manifest),
+        )
+
+
+# -- HTML -----------------------------------------------------------------------------------------------------------
+
+
+def render_html(run: Run) -> str:
+    """The report as one HTML document that needs nothing else: no network, no other file."""
+    found = _Contents.of(run)
+    figures: list[str] = []
+
+    def plot(figure: go.Figure) -> int:
+        figures.append(figure.to_json(engine="json"))
+        return len(figures) - 1
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    draw = (_TEMPLATES / "draw.js").read_text(encoding="utf-8")
+    # A closing tag inside of a script would end it early; Plotly's own text has none, and this keeps it so.
+    library = get_plotlyjs().replace("</script", "<\\/script")
+    body = environment.get_template("report.html.j2").render(
+        overview=found.overview,
+        labels=[wording.sentence(label) for label in found.overview.labels],
+        model=run.manifest.model,
+        created=run.manifest.created_utc,
+        headlines=wording.headlines(found.wide, found.names),
+        summary=_summary(found, plot),
+        cells=[_cell_section(found, cell, plot) for cell in found.measured["cell"].unique()],
+        break_even=_break_even(found, plot),
+        routing=_routing_sections(found, plot),
+        tails=tables.tails(found.tails, found.names),
+        percentile_rule=latency.RULE,
+        samples_beyond=latency.SAMPLES_BEYOND,
+        small=tables.SMALL,
+        telemetry=_telemetry(found, plot),
+        sweep=tables.cells(found.overview),
+        rules=tables.rule_summary(found.overview),
+        checks=tables.rules(found.overview),
+        unsupported=tables.unsupported(found.overview),
+        facts=tables.facts(found.overview),
+        glossary=tables.glossary(),
+        figures=figures,
+        config=json.dumps(charts.CONFIG),
+        library=library,
+        draw=draw,
+        script_hashes=[_csp_hash(library), _csp_hash(draw)],
+    )
+    return body + "\n"
+
+
+def _csp_hash(script: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+_Plot = Callable[[go.Figure], int]
+
+
+def _summary(found: _Contents, plot: _Plot) -> dict[str, Any]:
+    shown = found.measured[["parameter_skip", "flop_skip", "step_time_saved"]].notna().any(axis=None)
+    figure = plot(charts.skip_against_saving(found.measured, found.look)) if shown else None
+    return {"figure": figure, "table": tables.ladder_summary(found.measured), "unmeasured": found.unmeasured}
+
+
+def _cell_section(found: _Contents, cell: str, plot: _Plot) -> dict[str, Any]:
+    rows = found.ladder[found.ladder["cell"] == cell]
+    headline = tables.headline_rows(rows)
+    measured = headline[headline["rung"].isin(wording.RUNG_NAMES) & headline["value"].notna()]
+    span = charts.ladder_span(headline) if not measured.empty else None
+    twins = {arm.name: arm.twin for arm in found.run.manifest.arms}
+    ladders = [
+        plot(charts.ladder(headline[headline["arm"] == arm], arm, found.look, twins[arm], span))
+        for arm in measured["arm"].unique()
+    ]
+    segments = found.segments[found.segments["cell"] == cell]
+    tops = [(arm, kernels.top(found.run, arm, cell, KERNELS_SHOWN)) for arm in rows["arm"].unique()]
+    return {
+        "name": cell,
+        "label": wording.row_label(next(rows.itertuples())),
+        "ladders": ladders,
+        "detail": tables.ladder_detail(rows),
+        "segments": plot(charts.segments(segments, found.look)) if not segments.empty else None,
+        "segment_table": tables.segments(segments, found.names),
+        "disturbed": sorted(segments.loc[segments["marked"].astype(bool), "arm"].unique()),
+        "kernels": [(found.names[arm], tables.kernels(top)) for arm, top in tops if not top.empty],
+    }
+
+
+def _break_even(found: _Contents, plot: _Plot) -> dict[str, Any]:
+    timed = found.wide[found.wide["step_time_saved"].notna()]
+    figures = [plot(charts.break_even(rows, found.look)) for _, rows in timed.groupby(["phase", "length"], sort=False)]
+    return {"figures": figures, "table": tables.break_even(found.break_even)}
+
+
+def _routing_sections(found: _Contents, plot: _Plot) -> list[dict[str, Any]]:
+    """One a cell, with one part an arm that decided there."""
+    labels = {str(row.cell): wording.row_label(row) for row in found.wide.itertuples()}
+    return [
+        {
+            "name": cell,
+            "label": labels[str(cell)],
+            "arms": [
+                _routing_part(found, str(cell), str(arm), part, plot)
+                for arm, part in of_cell.groupby("arm", sort=False)
+            ],
+        }
+        for cell, of_cell in found.skips.groupby("cell", sort=False)
+    ]
+
+
+def _routing_part(found: _Contents, cell: str, arm: str, skips: pd.DataFrame, plot: _Plot) -> dict[str, Any]:
+    choice = skips["choice"].iloc[0]
+    shares = skips[skips["choice"] == choice]
+    grid = routing.heatmap(found.run, arm, cell)
+    return {
+        "shares": plot(routing_charts.skip_share(shares, arm, found.look)),
+        "table": tables.skip_shares(shares),
+        "grid": plot(routing_charts.decisions(grid, found.look, beside=False)),
+        "request": grid.request,
+        "note": wording.sentence(grid.note) if grid.note else "",
+        "prompts": _prompts(grid),
+    }
+
+
+def _prompts(grid: routing.Heatmap) -> list[tuple[str, str, str]]:
+    """(request, domain, text) of the rows of a grid; of its one request where rows are positions."""
+    if grid.scope == "token":
+        lines = [(str(grid.request), grid.row_domains[0], grid.prompt)] if grid.prompt is not None else []
+    else:
+        lines = list(zip(grid.row_labels, grid.row_domains, grid.texts or (), strict=grid.texts is not None))
+    return [
+        (name, domain or wording.ABSENT, text[:PROMPT_CHARACTERS] + ("…" if len(text) > PROMPT_CHARACTERS else ""))
+        for name, domain, text in lines
+        if text is not None
+    ]
+
+
+def _telemetry(found: _Contents, plot: _Plot) -> int | None:
+    frame = found.run.frame("telemetry")
+    return plot(charts.telemetry(frame)) if not frame.empty else None
+
+
+# -- text -----------------------------------------------------------------------------------------------------------
+
+
+def render_markdown(run: Run) -> str:
+    """The tables of the report as Markdown (GitHub's tables), without charts and prompts."""
+    found = _Contents.of(run)
+    about = found.overview
+    lines = [f"# {wording.markdown(about.name)}", "", wording.markdown(about.sentence), ""]
+    lines += [f"> **Note:** {wording.markdown(wording.sentence(label))}\n" for label in about.labels]
+    lines += [f"- {wording.markdown(sentence)}" for sentence in wording.headlines(found.wide, found.names)]
+    parts: list[tuple[str, tables.Table, str]] = [
+        ("Ladder", tables.ladder_summary(found.measured), _not_measured(found)),
+        *(
+            (f"Ladder, all rungs: {cell}", tables.ladder_detail(found.ladder[found.ladder["cell"] == cell]), "")
+            for cell in found.measured["cell"].unique()
+        ),
+        ("Batch break-even", tables.break_even(found.break_even), ""),
+        (
+            "Tails of step time",
+            tables.tails(found.tails, found.names),
+            f"Percentiles by the rule {latency.RULE}. {tables.SMALL}: fewer than {latency.SAMPLES_BEYOND} samples "
+            "beyond it.",
+        ),
+        *(
+            (f"Segments: {cell}", tables.segments(found.segments[found.segments["cell"] == cell], found.names), "")
+            for cell in found.segments["cell"].unique()
+        ),
+        *(
+            (f"Share of token rows that took {choice}: {arm}, {cell}", tables.skip_shares(shares), "")
+            for (cell, arm), of_arm in found.skips.groupby(["cell", "arm"], sort=False)
+            for choice, shares in list(of_arm.groupby("choice", sort=False))[:1]
+        ),
+        ("Rules", tables.rule_summary(about), ""),
+        ("Checks of the rules", tables.rules(about), ""),
+        ("Cells", tables.cells(about), ""),
+        ("Not measured here", tables.unsupported(about), ""),
+        ("How it was made", tables.facts(about), ""),
+        ("Terms", tables.glossary(), ""),
+    ]
+    for title, table, below in parts:
+        lines += ["", f"## {wording.markdown(title)}", "", *_markdown_table(table)]
+        lines += ["", wording.markdown(below)] if below else []
+    return "\n".join(lines) + "\n"
+
+
+def _not_measured(found: _Contents) -> str:
+    return f"Nothing was measured in {', '.join(found.unmeasured)}." if found.unmeasured else ""
+
+
+def _markdown_table(table: tables.Table) -> list[str]:
+    if not table.rows:
+        return ["Nothing was recorded."]
+    rule = ["---:" if place in table.numeric else "---" for place in range(len(table.columns))]
+    rows = [[wording.markdown(text) for text in row] for row in (table.columns, *table.rows)]
+    return [f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:])]
+
+
+def render_csv(run: Run) -> str:
+    """`analysis.ladder.ladder` as CSV; `value_unit` says what value, low and high are in. Undefined is empty."""
+    out = io.StringIO()
+    _with_unit(ladder.ladder(run)).to_csv(out, index=False, lineterminator="\n")
+    return out.getvalue()
+
+
+def _with_unit(frame: pd.DataFrame) -> pd.DataFrame:
+    units = ["ms" if rung == "step_time" else "share of 1" for rung in frame["rung"]]
+    before = list(frame.columns).index("high") + 1
+    placed = frame.copy()
+    placed.insert(before, "value_unit", units)
+    return placed
+
+
+def render_json(run: Run) -> str:
+    """One JSON object: overview, ladder, break_even, tails, segments, rules, unsupported. Undefined is null."""
+    found = _Contents.of(run)
+    about = found.overview
+    whole = {
+        "overview": {
+            "name": about.name,
+            "state": about.state,
+            "sentence": about.sentence,
+            "labels": about.labels,
+            "facts": dict(about.facts),
+            "cells": _records(about.cells),
+        },
+        "headlines": wording.headlines(found.wide, found.names),
+        "ladder": _records(_with_unit(found.ladder)),
+        "break_even": _records(found.break_even),
+        "tails": _records(found.tails),
+        "segments": _records(found.segments),
+        "rules": _records(about.rules),
+        "unsupported": _records(about.unsupported),
+    }
+    return json.dumps(whole, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+
+
+def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(k): _json_value(v) for k, v in row.items()} for row in frame.to_dict("records")]
+
+
+def _json_value(value: Any) -> Any:
+    if wording.absent(value):
+        return None
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+
+FORMATS: dict[str, Callable[[Run], str]] = {
+    "html": render_html,
+    "md": render_markdown,
+    "csv": render_csv,
+    "json": render_json,
+}
+
+
+def render(run: Run, format: str) -> str:
+    """The report in one of `FORMATS`.
+
+    Raises:
+        InputError: there is no such format.
+        StoreError: a table of the run cannot be read.
+    """
+    if format not in FORMATS:
+        raise InputError(f"--format {format}: there is no such format; choose one of {', '.join(FORMATS)}")
+    try:
+        return FORMATS[format](run)
+    except duckdb.Error as error:
+        raise StoreError(f"{run.path}: a table cannot be read: {error}") from error
+
+
+def write(run: Run, format: str, out: Path) -> Path:
+    """Write the report to the file `out`, whole or not at all, and return its path.
+
+    Raises:
+        InputError: there is no such format, or `out` is a folder.
+        StoreError: a table of the run cannot be read, or the file cannot be written.
+    """
+    text = render(run, format)
+    if out.is_dir():
+        raise InputError(f"--out {out}: it is a folder; a report is one file")
+    aside = out.with_name(f".{out.name}.tmp-{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            aside.write_text(text, encoding="utf-8")
+            os.replace(aside, out)
+        finally:
+            aside.unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(f"cannot write the report {out}: {error.strerror or error}") from error
+    return out

@@ -1,0 +1,32 @@
+"""The dashboard: `streamlit run dashboard/app.py -- RUNS`, where RUNS is a run folder or a folder of them.
+
+Three pages, each with an address of its own that carries what is picked (`/ladder?run=…&cell=…`), so that a view can
+be linked to. What the pages show comes from `analysis`; nothing is computed here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import streamlit as st
+
+PAGES = {
+    "page_runs.py": ("Runs", "runs"),
+    "page_ladder.py": ("Ladder", "ladder"),
+    "page_routing.py": ("Routing", "routing"),
+}
+
+
+def main() -> None:
+    """Set up the window and hand over to the page asked for."""
+    st.set_page_config(page_title="Gatewise", layout="wide")
+    here = Path(__file__).parent
+    pages = [
+        st.Page(here / file, title=title, url_path=address, default=file == next(iter(PAGES)))
+        for file, (title, address) in PAGES.items()
+    ]
+    st.navigation(pages).run()
+
+
+if __name__ == "__main__":
+    main()

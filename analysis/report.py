@@ -24,7 +24,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from analysis import charts, kernels, ladder, latency, routing, routing_charts, tables, wording
+from analysis import charts, kernels, ladder, ladder_tables, latency, routing, routing_charts, tables, wording
 from analysis.overview import Overview, overview
 from profiler.errors import InputError, StoreError
 from profiler.store import Run
@@ -55,7 +55,7 @@ class _Contents:
     @classmethod
     def of(cls, run: Run) -> _Contents:
         frame = ladder.ladder(run)
-        wide = ladder.ladder_wide(frame)
+        wide = ladder_tables.ladder_wide(frame)
         measured, unmeasured = tables.split_measured(wide)
         return cls(
             run=run,
@@ -64,7 +64,7 @@ class _Contents:
             wide=wide,
             measured=measured,
             unmeasured=unmeasured,
-            break_even=ladder.break_even(run, frame),
+            break_even=ladder_tables.break_even(run, frame),
             tails=latency.tails(run),
             segments=kernels.segments(run),
             skips=routing.skip_by_layer(run),

@@ -14,7 +14,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from analysis.ladder import break_even, ladder, ladder_wide
+from analysis.ladder import ladder
+from analysis.ladder_tables import break_even, ladder_wide
 from analysis.latency import SAMPLES_BEYOND, cells, tails
 from analysis.overview import Overview, overview
 from analysis.wording import ABSENT, NBSP, absent, cell_label, number, percent, percent_interval

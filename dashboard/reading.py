@@ -17,7 +17,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
-from analysis import charts, kernels, ladder, latency, routing, wording
+from analysis import charts, kernels, ladder, ladder_tables, latency, routing, wording
 from analysis.overview import Overview, catalogue, overview
 from analysis.tables import Table
 from profiler.errors import StoreError
@@ -61,8 +61,8 @@ def _results(path: str, written_ns: int) -> Results:
     frame = ladder.ladder(run)
     return Results(
         ladder=frame,
-        wide=ladder.ladder_wide(frame),
-        break_even=ladder.break_even(run, frame),
+        wide=ladder_tables.ladder_wide(frame),
+        break_even=ladder_tables.break_even(run, frame),
         tails=latency.tails(run),
         segments=kernels.segments(run),
         skips=routing.skip_by_layer(run),

@@ -10,7 +10,8 @@ import plotly.graph_objects as go
 import pytest
 
 from analysis import charts, kernels, routing_charts, tables, wording
-from analysis.ladder import ladder, ladder_wide
+from analysis.ladder import ladder
+from analysis.ladder_tables import ladder_wide
 from analysis.routing import Heatmap, heatmap, skip_by_layer
 from profiler.store import Run
 from tests.analysis.example_run import write_example_run

@@ -8,17 +8,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from analysis.ladder import (
-    BREAK_EVEN_COLUMNS,
-    COLUMNS,
-    HEADLINE,
-    RUNGS,
-    VARIANTS,
-    WIDE_COLUMNS,
-    break_even,
-    ladder,
-    ladder_wide,
-)
+from analysis.ladder import COLUMNS, HEADLINE, RUNGS, VARIANTS, ladder
+from analysis.ladder_tables import BREAK_EVEN_COLUMNS, WIDE_COLUMNS, break_even, ladder_wide
 from profiler.intervals import ratio_of_medians
 from profiler.records import ArmRecord, CellRecord, Choice
 from profiler.store import Run

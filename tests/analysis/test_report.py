@@ -16,7 +16,8 @@ import pandas as pd
 import pytest
 
 from analysis import report
-from analysis.ladder import ladder, ladder_wide
+from analysis.ladder import ladder
+from analysis.ladder_tables import ladder_wide
 from analysis.latency import tails
 from profiler.errors import InputError, StoreError
 from profiler.store import Run

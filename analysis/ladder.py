@@ -171,6 +171,8 @@ def warnings_of_arm(run: Run, arm: ArmRecord) -> list[str]:
         found.append(f"synthetic route ({arm.synthetic})")
     if arm.untrained:
         found.append("untrained router")
+    if arm.discards:
+        found.append("masked execution")
     if run.manifest.model is not None and run.manifest.model.random_weights:
         found.append("random weights")
     return found

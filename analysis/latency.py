@@ -23,6 +23,8 @@ TAIL_COLUMNS = (
     "cell", "phase", "batch", "length", "arm", "metric", "pass", "percentile", "value_ms", "n", "beyond", "marked",
     "rule",
 )  # fmt: skip
+#: Name of the quality pass in `steps`.
+QUALITY = "quality"
 METRIC = {"prefill": "prefill step", "decode": "decode step (per token)", "mixed": "mixed step"}
 
 
@@ -30,19 +32,20 @@ def cells(run: Run) -> list[CellRecord]:
     """The cells of the manifest, then those that only have steps so far: a session's, until it is closed."""
     known = run.manifest.cells
     names = {cell.name for cell in known}
-    seen = run.table("steps").project("cell, phase").distinct().order("cell").fetchall()
+    timed = run.table("steps").filter(f"pass <> '{QUALITY}'")
+    seen = timed.project("cell, phase").distinct().order("cell").fetchall()
     return [*known, *(CellRecord(name=c, phase=phase, batch=0, length=0) for c, phase in seen if c not in names)]
 
 
 def step_samples(run: Run) -> pd.DataFrame:
-    """Every step that counts, ranks joined: warm-up is left out.
+    """Every step that counts, ranks joined: warm-up is left out, and so is the quality pass, which times nothing.
 
     Returns:
         One row per (arm, cell, pass, repeat, index, step); `rows` and `context` are sums over ranks, `wall_ns`
         is the slowest rank's (MEASURES rule 12).
     """
     steps = run.frame("steps")
-    steps = steps[steps["pass"] != "warmup"]
+    steps = steps[~steps["pass"].isin(["warmup", QUALITY])]
     key = ["arm", "cell", "pass", "repeat", "index", "step"]
     joined = steps.groupby(key, as_index=False).agg({"rows": "sum", "context": "sum", "wall_ns": "max"})
     return joined.sort_values(key, ignore_index=True)

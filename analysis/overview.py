@@ -110,11 +110,17 @@ def labels(run: Run) -> list[str]:
             found.append(f"synthetic route in arm {arm.name} ({arm.synthetic}): no router decided")
         if arm.untrained:
             found.append(f"untrained router in arm {arm.name}: its decisions are those of its starting values")
+        if arm.discards:
+            found.append(f"masked execution in arm {arm.name}: every choice computes all rows, so nothing is saved")
     if manifest.contention.get("contended"):
         found.append(f"contention detected. {manifest.contention.get('sentence', '')}".rstrip())
     if manifest.drops:
         lost = ", ".join(f"{table} {count}" for table, count in manifest.drops.items())
         found.append(f"dropped because the writer fell behind: {lost}")
+    if manifest.evaluates is not None:
+        found.append(
+            f"quality only, of the arms of run {manifest.evaluates}, measured afterwards: nothing is timed here"
+        )
     if manifest.origin == "session":
         found.append("a session: the user's own loop, no twin, and every step time includes the recorder")
     if not manifest.keeps_text:

@@ -24,8 +24,22 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from analysis import charts, kernels, ladder, ladder_tables, latency, routing, routing_charts, tables, wording
+from analysis import (
+    charts,
+    diagnostic_charts,
+    diagnostic_tables,
+    kernels,
+    ladder,
+    ladder_tables,
+    latency,
+    routing,
+    routing_charts,
+    tables,
+    wording,
+)
+from analysis.held_out import HeldOut, held_out
 from analysis.overview import Overview, overview
+from analysis.tracking import SHARE
 from profiler.errors import InputError, StoreError
 from profiler.store import Run
 
@@ -49,6 +63,7 @@ class _Contents:
     tails: pd.DataFrame
     segments: pd.DataFrame
     skips: pd.DataFrame
+    held_out: HeldOut
     look: charts.Look
     names: dict[str, str]
 
@@ -68,6 +83,7 @@ class _Contents:
             tails=latency.tails(run),
             segments=kernels.segments(run),
             skips=routing.skip_by_layer(run),
+            held_out=held_out(run),
             look=charts.Look.of(run.manifest),
             names=wording.arm_names(run.manifest),
         )
@@ -101,6 +117,7 @@ def render_html(run: Run) -> str:
         cells=[_cell_section(found, cell, plot) for cell in found.measured["cell"].unique()],
         break_even=_break_even(found, plot),
         routing=_routing_sections(found, plot),
+        held_out=_held_out_section(found, plot),
         tails=tables.tails(found.tails, found.names),
         percentile_rule=latency.RULE,
         samples_beyond=latency.SAMPLES_BEYOND,
@@ -194,6 +211,40 @@ def _routing_part(found: _Contents, cell: str, arm: str, skips: pd.DataFrame, pl
     }
 
 
+def _held_out_section(found: _Contents, plot: _Plot) -> dict[str, Any]:
+    """Quality and diagnostics; `arms` has one part an arm that decided about held-out inputs."""
+    about = found.held_out
+    return {
+        "measured": about.measured,
+        "sentences": about.sentences,
+        "perplexity": diagnostic_tables.perplexity(about.perplexity, found.names),
+        "pairs": diagnostic_tables.pairs(about.pairs, found.names),
+        "eligibility": diagnostic_tables.eligibility(about.eligibility, found.names),
+        "arms": [_diagnosed(found, arm, plot) for arm in about.arms],
+    }
+
+
+def _diagnosed(found: _Contents, arm: str, plot: _Plot) -> dict[str, Any]:
+    rates, flips, drift, tracks, confounds = (
+        frame[frame["arm"] == arm]
+        for frame in (
+            found.held_out.rates, found.held_out.flips, found.held_out.drift, found.held_out.tracks,
+            found.held_out.confounds,
+        )
+    )  # fmt: skip
+    tested = tracks[(tracks["target"] == SHARE) & tracks["rho"].notna()]
+    return {
+        "name": found.names[arm],
+        "layers": plot(diagnostic_charts.layers(rates, flips, arm, found.look)),
+        "layer_table": diagnostic_tables.layers(rates, flips),
+        "drift": plot(diagnostic_charts.drift(drift, arm, found.look)) if not drift.empty else None,
+        "drift_table": diagnostic_tables.drift(drift),
+        "forest": plot(diagnostic_charts.forest(tested, arm, found.look)) if not tested.empty else None,
+        "tracks": diagnostic_tables.tracks(tracks),
+        "confounds": diagnostic_tables.confounds(confounds),
+    }
+
+
 def _prompts(grid: routing.Heatmap) -> list[tuple[str, str, str]]:
     """(request, domain, text) of the rows of a grid; of its one request where rows are positions."""
     if grid.scope == "token":
@@ -244,6 +295,7 @@ def render_markdown(run: Run) -> str:
             for (cell, arm), of_arm in found.skips.groupby(["cell", "arm"], sort=False)
             for choice, shares in list(of_arm.groupby("choice", sort=False))[:1]
         ),
+        *_held_out_parts(found),
         ("Rules", tables.rule_summary(about), ""),
         ("Checks of the rules", tables.rules(about), ""),
         ("Cells", tables.cells(about), ""),
@@ -255,6 +307,28 @@ def render_markdown(run: Run) -> str:
         lines += ["", f"## {wording.markdown(title)}", "", *_markdown_table(table)]
         lines += ["", wording.markdown(below)] if below else []
     return "\n".join(lines) + "\n"
+
+
+def _held_out_parts(found: _Contents) -> list[tuple[str, tables.Table, str]]:
+    about = found.held_out
+    if not about.measured:
+        return []
+    parts = [
+        ("Held-out perplexity", diagnostic_tables.perplexity(about.perplexity, found.names), ""),
+        ("Against baselines", diagnostic_tables.pairs(about.pairs, found.names), " ".join(about.sentences)),
+        ("Eligible against executed", diagnostic_tables.eligibility(about.eligibility, found.names), ""),
+    ]
+    for arm in about.arms:
+        name = found.names[arm]
+        rates, flips, drift, tracks = (
+            frame[frame["arm"] == arm] for frame in (about.rates, about.flips, about.drift, about.tracks)
+        )
+        parts += [
+            (f"Held-out decisions by layer: {name}", diagnostic_tables.layers(rates, flips), ""),
+            (f"What decisions follow: {name}", diagnostic_tables.tracks(tracks), ""),
+            (f"Decision logits, start and now: {name}", diagnostic_tables.drift(drift), ""),
+        ]
+    return parts
 
 
 def _not_measured(found: _Contents) -> str:
@@ -285,7 +359,10 @@ def _with_unit(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def render_json(run: Run) -> str:
-    """One JSON object: overview, ladder, break_even, tails, segments, rules, unsupported. Undefined is null."""
+    """One JSON object: overview, ladder, break_even, tails, segments, held_out, rules, unsupported.
+
+    Undefined is null.
+    """
     found = _Contents.of(run)
     about = found.overview
     whole = {
@@ -302,6 +379,13 @@ def render_json(run: Run) -> str:
         "break_even": _records(found.break_even),
         "tails": _records(found.tails),
         "segments": _records(found.segments),
+        "held_out": {
+            "sentences": found.held_out.sentences,
+            **{
+                name: _records(getattr(found.held_out, name))
+                for name in ("perplexity", "pairs", "eligibility", "rates", "flips", "tracks", "confounds", "drift")
+            },
+        },
         "rules": _records(about.rules),
         "unsupported": _records(about.unsupported),
     }

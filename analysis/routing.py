@@ -1,7 +1,8 @@
 """What a router decided: one row a decision, shares per layer, and the grid of one arm in one cell.
 
-Read from `gates` and `prompts` alone; nothing is known of any method. Whether the decisions were carried out
-(rule 1) is checked when a run is made, and what they saved is in `ladder`. The methods' own signals are not here.
+Read from `gates` and `prompts` of the cells alone; nothing is known of any method. Whether the decisions were carried
+out (rule 1) is checked when a run is made, and what they saved is in `ladder`. The methods' own signals, and what
+decisions about held-out inputs show, are not here (`diagnostics`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from analysis.latency import cells
 from profiler.errors import InputError
-from profiler.records import Manifest
+from profiler.records import QUALITY_CELLS, Manifest
 from profiler.store import Run
 
 DECISION_COLUMNS = ("request", "domain", "position", "layer", "site", "choice", "gate", "rows", "steps")
@@ -59,8 +60,9 @@ def _check(run: Run, arm: str, cell: str) -> None:
 
 
 def _once(run: Run, arm: str | None = None, cell: str | None = None) -> duckdb.DuckDBPyRelation:
-    """Decisions, each once: a sequence's is recorded in every step it governs."""
-    gates = run.table("gates")
+    """Decisions of the cells, each once: a sequence's is recorded in every step it governs."""
+    held_out = [duckdb.ConstantExpression(name) for name in QUALITY_CELLS.values()]
+    gates = run.table("gates").filter(duckdb.ColumnExpression("cell").isnotin(*held_out))
     for column, value in (("arm", arm), ("cell", cell)):
         if value is not None:
             gates = gates.filter(duckdb.ColumnExpression(column) == duckdb.ConstantExpression(value))

@@ -46,21 +46,23 @@ class Table:
 _Column = tuple[str, bool, Callable[[Any], str]]
 
 
-def _table(frame: pd.DataFrame, columns: Sequence[_Column], marked: Sequence[bool] = ()) -> Table:
+def table(frame: pd.DataFrame, columns: Sequence[_Column], marked: Sequence[bool] = ()) -> Table:
+    """A line a row of `frame`; each column says its title, whether it holds numbers, and its text of a row."""
     return Table(
         columns=tuple(title for title, _, _ in columns),
-        rows=[tuple(text(row) for _, _, text in columns) for row in frame.itertuples()],
+        rows=[tuple(say(row) for _, _, say in columns) for row in frame.itertuples()],
         numeric=frozenset(place for place, (_, numeric, _) in enumerate(columns) if numeric),
         marked=frozenset(place for place, mark in enumerate(marked) if mark),
     )
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """A value as it stands, `ABSENT` where there is none or nothing to read."""
     return wording.ABSENT if wording.absent(value) or value == "" else str(value)
 
 
 _CELL: _Column = ("Cell", False, wording.row_label)
-_ARM: _Column = ("Arm", False, lambda r: _text(r.arm))
+_ARM: _Column = ("Arm", False, lambda r: text(r.arm))
 
 
 def split_measured(wide: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
@@ -72,7 +74,7 @@ def split_measured(wide: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 def ladder_summary(wide: pd.DataFrame) -> Table:
     """`ladder_wide`: one line a cell and arm."""
-    return _table(
+    return table(
         wide,
         [
             _CELL,
@@ -87,7 +89,7 @@ def ladder_summary(wide: pd.DataFrame) -> Table:
             ("Median step (ms)", True, lambda r: wording.number(r.step_ms)),
             ("Twin's (ms)", True, lambda r: wording.number(r.twin_step_ms)),
             ("Pairs", True, lambda r: wording.count(r.n)),
-            ("Note", False, lambda r: _text(r.note)),
+            ("Note", False, lambda r: text(r.note)),
         ],
     )
 
@@ -115,19 +117,19 @@ def ladder_detail(frame: pd.DataFrame) -> Table:
         return f"{wording.count(row.n)} {what if row.n != 1 else what.removesuffix('s')}"
 
     names = wording.RUNG_NAMES | wording.OTHER_NAMES
-    return _table(
+    return table(
         frame,
         [
             _ARM,
             ("Rung", False, lambda r: names[r.rung]),
-            ("Variant", False, lambda r: _text(r.variant)),
+            ("Variant", False, lambda r: text(r.variant)),
             ("Value", True, value),
             ("95 % interval", True, interval),
             ("Numerator", True, lambda r: wording.quantity(r.numerator, r.unit)),
             ("Denominator", True, lambda r: wording.quantity(r.denominator, r.unit)),
             ("Samples", True, samples),
-            ("Meaning", False, lambda r: _text(r.meaning)),
-            ("Note", False, lambda r: _text(r.note)),
+            ("Meaning", False, lambda r: text(r.meaning)),
+            ("Note", False, lambda r: text(r.note)),
         ],
     )
 
@@ -146,18 +148,18 @@ def break_even(frame: pd.DataFrame) -> Table:
             return wording.ABSENT
         return str(low) if low == high else f"{low} to {high}"
 
-    return _table(
+    return table(
         frame,
         [
             ("Phase", False, lambda r: str(r.phase)),
             ("Length (tokens)", True, lambda r: wording.count(r.length)),
             _ARM,
-            ("Batches swept", False, lambda r: _text(r.batches)),
+            ("Batches swept", False, lambda r: text(r.batches)),
             ("Saves step time at batch", True, lambda r: batches(r, "saves")),
             ("Loses at batch", True, lambda r: batches(r, "loses")),
             ("Unclear at batch", True, lambda r: batches(r, "unclear")),
-            ("Break-even", False, lambda r: _text(r.break_even)),
-            ("Note", False, lambda r: _text(r.note)),
+            ("Break-even", False, lambda r: text(r.break_even)),
+            ("Note", False, lambda r: text(r.note)),
         ],
     )
 
@@ -195,11 +197,11 @@ def segments(frame: pd.DataFrame, names: Mapping[str, str]) -> Table:
     Args:
         names: `wording.arm_names`.
     """
-    return _table(
+    return table(
         frame,
         [
             ("Arm", False, lambda r: names[r.arm]),
-            ("Segment", False, lambda r: _text(r.segment)),
+            ("Segment", False, lambda r: text(r.segment)),
             ("Time (ms per instrumented step)", True, lambda r: wording.number(r.ms_per_step)),
             ("Share (% of the mean step)", True, lambda r: wording.percent(r.share)),
             ("Mean step (ms)", True, lambda r: wording.number(r.wall_ms)),
@@ -212,12 +214,12 @@ def segments(frame: pd.DataFrame, names: Mapping[str, str]) -> Table:
 
 def kernels(frame: pd.DataFrame) -> Table:
     """`top`: a line a kernel."""
-    return _table(
+    return table(
         frame,
         [
-            ("Kernel or operator", False, lambda r: _text(r.name)),
-            ("Category", False, lambda r: _text(r.category)),
-            ("Segment", False, lambda r: _text(r.segment)),
+            ("Kernel or operator", False, lambda r: text(r.name)),
+            ("Category", False, lambda r: text(r.category)),
+            ("Segment", False, lambda r: text(r.segment)),
             ("Calls a step", True, lambda r: wording.number(r.calls_per_step)),
             ("Time (ms per traced step)", True, lambda r: wording.number(r.ms_per_step)),
             ("Share (% of kernel time)", True, lambda r: wording.percent(r.share)),
@@ -263,15 +265,15 @@ def rule_summary(found: Overview) -> Table:
 
 def rules(found: Overview) -> Table:
     """Every check of a rule, with its figures; failed ones are marked."""
-    return _table(
+    return table(
         found.rules,
         [
-            ("Rule", True, lambda r: _text(r.rule)),
-            ("What it demands", False, lambda r: _text(r.name)),
+            ("Rule", True, lambda r: text(r.rule)),
+            ("What it demands", False, lambda r: text(r.name)),
             _ARM,
-            ("Cell", False, lambda r: _text(r.cell)),
+            ("Cell", False, lambda r: text(r.cell)),
             ("Outcome", False, lambda r: "held" if r.passed else "FAILED"),
-            ("Detail", False, lambda r: _text(r.detail)),
+            ("Detail", False, lambda r: text(r.detail)),
         ],
         [not passed for passed in found.rules["passed"]],
     )
@@ -279,18 +281,18 @@ def rules(found: Overview) -> Table:
 
 def cells(found: Overview) -> Table:
     """The sweep: what ran, how often, and what ended it."""
-    return _table(
+    return table(
         found.cells,
         [
-            ("Cell", False, lambda r: _text(r.cell)),
-            ("Phase", False, lambda r: _text(r.phase)),
+            ("Cell", False, lambda r: text(r.cell)),
+            ("Phase", False, lambda r: text(r.phase)),
             ("Batch (sequences)", True, lambda r: wording.count(r.batch)),
             ("Length (tokens)", True, lambda r: wording.count(r.length)),
             ("New tokens", True, lambda r: wording.count(r.new_tokens)),
             ("Repeats", True, lambda r: wording.count(r.repeats)),
-            ("Stopped by", False, lambda r: _text(r.stopped)),
+            ("Stopped by", False, lambda r: text(r.stopped)),
             ("Complete", False, lambda r: "yes" if r.done else "no"),
-            ("Inputs", False, lambda r: _text(r.reference)),
+            ("Inputs", False, lambda r: text(r.reference)),
         ],
         [not done for done in found.cells["done"]],
     )
@@ -298,11 +300,11 @@ def cells(found: Overview) -> Table:
 
 def unsupported(found: Overview) -> Table:
     """What this machine could not measure, and why."""
-    return _table(
+    return table(
         found.unsupported,
         [
-            ("Not measured", False, lambda r: _text(r.metric)),
-            ("Reason", False, lambda r: _text(r.reason)),
+            ("Not measured", False, lambda r: text(r.metric)),
+            ("Reason", False, lambda r: text(r.reason)),
         ],
     )
 

@@ -1,6 +1,6 @@
 """A run in a terminal: the ladder first, then break-even, tails, rules and labels. For `rich`, 80 columns and up.
 
-Drawing only. Every figure is `ladder`'s, `latency`'s or `overview`'s, and how a figure is said is `wording`'s.
+Drawing only. Every figure is `ladder`'s, `latency`'s, `quality`'s or `overview`'s; how one is said is `wording`'s.
 Columns have fixed widths, so that the tables of all cells line up and a pipe of 80 columns shows them whole.
 """
 
@@ -14,10 +14,13 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from analysis.baselines import sentences
 from analysis.ladder import ladder
 from analysis.ladder_tables import break_even, ladder_wide
 from analysis.latency import SAMPLES_BEYOND, cells, tails
 from analysis.overview import Overview, overview
+from analysis.quality import perplexity
+from analysis.routing import ALL_DOMAINS
 from analysis.wording import ABSENT, NBSP, absent, cell_label, number, percent, percent_interval
 from profiler.records import ArmRecord, CellRecord
 from profiler.store import Run
@@ -45,20 +48,24 @@ SAID_BY_LABELS = ("synthetic route (", "untrained router", "random weights")
 def render(run: Run) -> list[RenderableType]:
     """What `gatewise run` prints at its end: one renderable a section, for `Console.print`.
 
-    Order: the run and its state, the ladder by cell, break-even, tails, rules, labels. A section with nothing to
-    show says so. Arms with synthetic or untrained routes carry that word wherever they stand.
+    Order: the run and its state, the ladder by cell, break-even, tails, held-out quality if it was measured, rules,
+    labels. A section with nothing to show says so. Arms with synthetic or untrained routes carry that word wherever
+    they stand.
     """
     frame = ladder(run)
     about = overview(run, frame)
     tags = {arm.name: _tag(arm) for arm in run.manifest.arms}
     wide = ladder_wide(frame)
+    quality = _quality(run, tags)
     if wide[["step_ms", "parameter_skip"]].isna().all(axis=None):
-        return [_head(run, about), Text("\nNothing was measured."), *_rules(about), *_labels(about)]
+        nothing = [] if quality else [Text("\nNothing was measured.")]
+        return [_head(run, about), *nothing, *quality, *_rules(about), *_labels(about)]
     return [
         _head(run, about),
         *_ladder(wide, run, tags),
         *_break_even(break_even(run, frame), tags),
         *_tails(tails(run), tags),
+        *quality,
         *_rules(about),
         *_labels(about),
     ]
@@ -209,6 +216,31 @@ def _tails(found: pd.DataFrame, tags: dict[str, str]) -> list[RenderableType]:
             table.add_row(_arm(arm, tags), Text(metric), Text(str(own["n"].iloc[0])), *values)
         parts.append(table)
     return parts
+
+
+def _quality(run: Run, tags: dict[str, str]) -> list[RenderableType]:
+    """Perplexity over all held-out text, and what it says of routing; nothing where it was not measured."""
+    found = perplexity(run)
+    found = found[found["domain"] == ALL_DOMAINS]
+    if found.empty:
+        return []
+    first = found.iloc[0]
+    title = _title(
+        "Held-out perplexity",
+        f"Of {first['tokens']:,} tokens in {first['items']} items, with 95 % bootstrap intervals over items.",
+    )
+    table = _table(
+        [("arm", ARM_WIDTH), ("mode", 16), ("perplexity", 11), ("÷ twin's [95 % interval]", 26), ("", 12)],
+        left=(0, 1, 4),
+    )
+    for row in found.to_dict("records"):
+        ratio = number(row["against_twin"], 4)
+        if not absent(row["against_twin_low"]):
+            ratio += f" [{number(row['against_twin_low'], 4)}, {number(row['against_twin_high'], 4)}]"
+        verdict = "" if absent(row["verdict"]) else row["verdict"]
+        cells = (row["mode"], number(row["perplexity"], 4), ratio, verdict)
+        table.add_row(_arm(row["arm"], tags), *(Text(str(value)) for value in cells))
+    return [title, table, *(Text(said, style="dim") for said in sentences(run))]
 
 
 def _rules(about: Overview) -> list[RenderableType]:

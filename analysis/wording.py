@@ -144,6 +144,7 @@ def arm_names(manifest: Manifest) -> dict[str, str]:
         marks = [
             *["synthetic route"] * bool(arm.synthetic),
             *["untrained router"] * arm.untrained,
+            *["masked execution"] * arm.discards,
             *["random weights"] * random_weights,
         ]
         found[arm.name] = arm.name + (f" ({', '.join(marks)})" if marks else "")

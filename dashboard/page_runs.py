@@ -25,7 +25,11 @@ def page() -> None:
     for sentence in wording.headlines(reading.results.wide, reading.names):
         st.markdown(f"- {wording.markdown(sentence)}")
     with st.sidebar:
-        for file, title in (("page_ladder.py", "Its ladder"), ("page_routing.py", "Its routing")):
+        for file, title in (
+            ("page_ladder.py", "Its ladder"),
+            ("page_routing.py", "Its routing"),
+            ("page_held_out.py", "Its held-out text"),
+        ):
             st.page_link(Path(__file__).parent / file, label=title, query_params={"run": reading.run.path.name})
     st.subheader("Cells")
     show(tables.cells(about), "No cells.", prose=True)

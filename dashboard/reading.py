@@ -17,10 +17,13 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
+from analysis import agreement as agreements
 from analysis import charts, kernels, ladder, ladder_tables, latency, routing, wording
+from analysis.held_out import HeldOut
+from analysis.held_out import held_out as compute_held_out
 from analysis.overview import Overview, catalogue, overview
 from analysis.tables import Table
-from profiler.errors import StoreError
+from profiler.errors import InputError, StoreError
 from profiler.store import MANIFEST, Run
 
 DEFAULT_ROOT = "runs"
@@ -79,6 +82,11 @@ def _top_kernels(path: str, written_ns: int, arm: str, cell: str, n: int) -> pd.
     return kernels.top(Run(path), arm, cell, n)
 
 
+@st.cache_data(max_entries=RUNS_HELD, show_spinner="Reading held-out decisions")
+def _held_out(path: str, written_ns: int) -> HeldOut:
+    return compute_held_out(Run(path))
+
+
 def _written_ns(run: Run) -> int:
     return (run.path / MANIFEST).stat().st_mtime_ns
 
@@ -91,6 +99,26 @@ def heatmap(reading: Reading, arm: str, cell: str, request: str | None = None) -
 def top_kernels(reading: Reading, arm: str, cell: str, n: int) -> pd.DataFrame:
     """`analysis.kernels.top`, cached."""
     return _top_kernels(str(reading.run.path), _written_ns(reading.run), arm, cell, n)
+
+
+def held_out(reading: Reading) -> HeldOut:
+    """`analysis.held_out.held_out`, cached."""
+    return _held_out(str(reading.run.path), _written_ns(reading.run))
+
+
+def agreement(reading: Reading, others: Sequence[str], arm: str) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
+    """`analysis.agreement` of an arm with that of other runs: pairs, layers, and why some runs were left out."""
+    sides, refused = [(reading.run, arm)], []
+    for path in others:
+        try:
+            run = Run(path)
+            agreements.agreement([(reading.run, arm), (run, arm)])
+            sides.append((run, arm))
+        except (StoreError, InputError) as error:
+            refused.append(str(error))
+    if len(sides) == 1:
+        return pd.DataFrame(columns=list(agreements.AGREEMENT_COLUMNS)), agreements.across([]), refused
+    return agreements.agreement(sides), agreements.across(sides), refused
 
 
 # -- which run ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from profiler import methods
+from profiler import checkpoints, methods
 from profiler.recorder import Recorder
 from profiler.records import ArmRecord
 
@@ -50,6 +50,7 @@ def build(backbone: PreTrainedModel, name: str, method: str, options: dict[str, 
     Raises:
         InputError: the method is unknown, an option is wrong, or a checkpoint does not fit the backbone.
     """
+    options = checkpoints.resolve(method, options, backbone)
     config = methods.configure(method, options, where=f"arms.{name}.")
     bare, recorded = tree(backbone, method, config), tree(backbone, method, config)
     recorded.recorder.attach(recorded)
@@ -67,6 +68,8 @@ def describe(handle: methods.Method, name: str, method: str, twin: str | None) -
         kv_policy=handle.kv_policy,
         synthetic=handle.synthetic,
         untrained=handle.untrained,
+        discards=handle.discards,
         signals=dict(handle.signals),
+        signal_starts=handle.signal_starts,
         choices=handle.choices(handle.model, handle.config),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 import typer.core
@@ -19,9 +19,8 @@ from profiler.errors import GatewiseError, InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Kineto prints two lines a trace from C++; it reads this once, when torch loads.
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")
-
+# Kineto prints two lines a trace from C++, at level 5 of its own scale; it reads this once, when torch loads.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 class _Commands(typer.core.TyperGroup):
@@ -32,11 +31,15 @@ class _Commands(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except GatewiseError as error:
-            print(f"error: {error}", file=sys.stderr)
+            _say(f"error: {error}", error)
             raise SystemExit(error.exit_code) from None
-        except KeyboardInterrupt:
-            print("interrupted; what was recorded is kept", file=sys.stderr)
+        except KeyboardInterrupt as error:
+            _say("interrupted", error)
             raise SystemExit(130) from None
+
+
+def _say(what: str, error: BaseException) -> None:
+    print(what, *getattr(error, "__notes__", []), sep="\n", file=sys.stderr)
 
 
 app = typer.Typer(
@@ -95,7 +98,7 @@ def _show(folder: Path, as_json: bool, console: Console) -> None:
     from profiler.store import Run
 
     opened = Run(folder)
-    page = report.write(opened, "html", folder.with_name(folder.name + ".html"))
+    page = report.write(opened, "html", _beside(folder, ".html"))
     for part in terminal.render(opened):
         console.print(part)
     console.print(f"run folder  {folder}")
@@ -104,6 +107,12 @@ def _show(folder: Path, as_json: bool, console: Console) -> None:
         import json
 
         print(json.dumps({"run": str(folder), "report": str(page), **json.loads(report.render_json(opened))}))
+
+
+def _beside(folder: Path, suffix: str) -> Path:
+    """A file beside a run folder, however the folder was named (`.` and `..` have no name of their own)."""
+    named = folder.resolve() if folder.name in ("", "..") else folder
+    return named.with_name(named.name + suffix)
 
 
 def _emit(data: dict[str, Any], lines: list[str], as_json: bool, console: Console) -> None:
@@ -117,6 +126,59 @@ def _emit(data: dict[str, Any], lines: list[str], as_json: bool, console: Consol
 
 
 @app.command()
+def evaluate(
+    source: Annotated[
+        str | None, typer.Argument(metavar="[RUN|SPEC]", help="A run folder, a spec file or a built-in spec's name.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="The new run's folder, new or empty.")] = None,
+    set_: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: the folder and the report.")] = False,
+) -> None:
+    """Measure quality only, of the arms of a run or a spec, into a run folder of its own."""
+    from profiler import evaluate as evaluating
+    from profiler.progress import Bar
+
+    console = _console()
+    with Bar(console) as bar:
+        folder = evaluating.evaluate(source, set_ or [], out, bar)
+    _show(folder, as_json, console)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file or a built-in recipe's name.")],
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where it goes, new or empty.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished training in --out.")] = False,
+) -> None:
+    """Train what a method adds to a frozen backbone."""
+    from profiler import train as training
+    from profiler.progress import Bar
+    from workloads import recipe as recipes
+
+    resolved = recipes.load(recipe, set_ or [])
+    console = _console()
+    with Bar(console) as bar:
+        done = training.train(resolved, out, resume=resume, progress=bar)
+    for line in training.summary(done):
+        console.print(line, highlight=False, markup=False)
+
+
+@app.command()
+def plan(
+    spec: SpecArgument = None,
+    set_: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what a spec's arms could save at full size, without loading weights."""
+    from profiler import plan as planning
+    from workloads import loading
+
+    found = planning.plan(loading.load(spec, set_ or []))
+    _emit(planning.as_json(found), planning.lines(found), as_json, _console())
+
+
+@app.command()
 def validate(spec: SpecArgument = None, set_: SetOption = None) -> None:
     """Check a spec: its shape, its prompts, its model source and every method's options."""
     from profiler import methods, models
@@ -125,6 +187,8 @@ def validate(spec: SpecArgument = None, set_: SetOption = None) -> None:
 
     resolved = loading.load(spec, set_ or [])
     load_prompts(resolved.prompts)
+    if resolved.quality is not None:
+        load_prompts(resolved.quality)
     models.check(resolved.model.source)
     for arm in resolved.arms:
         methods.configure(arm.method, arm.options, where=f"arms.{arm.name}.")
@@ -147,7 +211,7 @@ def report(
         print(reports.render(opened, format))
         return
     suffix = {"html": ".html", "md": ".md", "csv": ".csv", "json": ".json"}.get(format, "")
-    page = reports.write(opened, format, out or run.with_name(run.name + suffix))
+    page = reports.write(opened, format, out or _beside(run, suffix))
     _console().print(f"{page}", highlight=False)
 
 
@@ -203,7 +267,7 @@ def doctor() -> None:
 @app.command()
 def trace(
     run: RunArgument,
-    viewer: Annotated[str, typer.Option(help="perfetto or tensorboard.")] = "perfetto",
+    viewer: Annotated[Literal["perfetto", "tensorboard"], typer.Option(help="What to open them in.")] = "perfetto",
 ) -> None:
     """Open the traces of a run in a viewer."""
     from profiler.viewer import open_trace

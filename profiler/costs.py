@@ -7,8 +7,9 @@ Works on real weights and on the meta device alike. Conventions:
 - A linear map `[in, out]` costs `2·in·out` FLOPs a row.
 - Attention products (scores and values) cost `4·heads·head_dim` FLOPs for each (row, attended position) pair;
   grouped-query attention shrinks K and V projections and the cache, not these products.
-- `weight_bytes` are the weights of those products, read once by a step in which any row takes the choice. An
-  embedding look-up reads `d·itemsize` bytes a token and is not counted; a tied head is (the product reads it).
+- `weight_bytes` are all weights of the choice's modules, norms and biases included, read once by a step in which
+  any row takes it. An embedding look-up reads `d·itemsize` bytes a token and is not counted; a tied head is (the
+  product reads it).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
-from profiler.execution.decoder import Decoder, decoder
+from profiler.execution.decoder import ADDED, Decoder, decoder
 from profiler.records import Choice
 
 if TYPE_CHECKING:
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
 
 def parameters(modules: Iterable[nn.Module]) -> int:
     """Number of parameters of the modules, each tensor counted once."""
-    seen: dict[int, int] = {}
-    for module in modules:
-        for tensor in module.parameters():
-            seen[id(tensor)] = tensor.numel()
-    return sum(seen.values())
+    return sum(tensor.numel() for tensor in nn.ModuleList(modules).parameters())
+
+
+def backbone_parameters(model: nn.Module) -> int:
+    """Number of parameters of a model without what a method hung into it; a tied tensor counts once."""
+    return sum(tensor.numel() for name, tensor in model.named_parameters() if f".{ADDED}." not in name)
 
 
 def _linears(module: nn.Module) -> list[nn.Linear]:
@@ -43,11 +45,7 @@ def _flops_per_row(module: nn.Module) -> int:
 
 
 def _bytes(modules: Iterable[nn.Module]) -> int:
-    seen: dict[int, int] = {}
-    for module in modules:
-        for tensor in module.parameters():
-            seen[id(tensor)] = tensor.numel() * tensor.element_size()
-    return sum(seen.values())
+    return sum(tensor.numel() * tensor.element_size() for tensor in nn.ModuleList(modules).parameters())
 
 
 def attention_choice(dec: Decoder, layer: int, *, site: str = "attention", index: int = 0, name: str = "run") -> Choice:
@@ -106,6 +104,32 @@ def block_choice(dec: Decoder, layer: int, *, index: int, name: str = "run") -> 
         weight_bytes=attention.weight_bytes + ffn.weight_bytes,
         kv_bytes_per_row=attention.kv_bytes_per_row,
     )
+
+
+def key_value_choice(dec: Decoder, layer: int) -> Choice:
+    """Keys and values of a block's input, its norm included, as a site of their own: where rows that skip the block
+    are projected too, all rows are."""
+    block = dec.blocks[layer]
+    attention = cast(nn.Module, block.self_attn)
+    products = [cast(nn.Module, attention.k_proj), cast(nn.Module, attention.v_proj)]
+    parts = [*products, cast(nn.Module, block.input_layernorm)]
+    return Choice(
+        layer=layer,
+        site="kv",
+        index=0,
+        name="run",
+        segments=["attention", "kv"],
+        backbone_parameters=parameters(parts),
+        flops_per_row=sum(map(_flops_per_row, products)),
+        weight_bytes=_bytes(parts),
+        kv_bytes_per_row=attention_choice(dec, layer).kv_bytes_per_row,
+    )
+
+
+def without(whole: Choice, part: Choice) -> Choice:
+    """`whole` less what `part`, a site of its own, costs."""
+    shared = ("backbone_parameters", "flops_per_row", "weight_bytes", "kv_bytes_per_row")
+    return whole.model_copy(update={name: getattr(whole, name) - getattr(part, name) for name in shared})
 
 
 def shared_choices(dec: Decoder) -> list[Choice]:

@@ -1,21 +1,32 @@
 """What a spec would take: time, memory and disk, before running it.
 
 Time is a bound and a guess. The bound is the spec's own budgets. The guess takes each step as the slower of its
-products at this machine's measured matrix speed and its weights at this machine's measured memory speed; it leaves
-out everything between products, so real steps take longer, more so the smaller they are.
+products at this machine's measured matrix speed and its weights at this machine's measured memory speed, and a fixed
+time a layer for everything between products; it is within a factor of two or three, no nearer.
+
+Not here: what the interval will let end early, and how much text a quality pass holds (its limit is taken).
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
-from profiler import costs, models
+from profiler import costs, methods, models
 from profiler.measure import INSTRUMENTED_REPEATS
+from profiler.records import Choice
+from profiler.store import free_bytes
+from profiler.verify import LENGTHS
+from workloads.prompts import load_prompts
 from workloads.spec import Cell, Spec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: Bytes one decision takes on disk, compressed, seen over recorded runs; a generous round figure.
 BYTES_PER_DECISION = 16
@@ -23,11 +34,17 @@ BYTES_PER_DECISION = 16
 BYTES_PER_STEP = 2_000
 #: Bytes of one traced step's file.
 BYTES_PER_TRACED_STEP = 400_000
+#: Resident bytes of a process that has loaded all it needs but weights.
+BASE_BYTES = 600 * 2**20
+#: Seconds a layer's norms, rotary tables, cache and Python take on a CPU core of today, whatever its size.
+LAYER_S = 3e-4
+#: Seconds to import, load and close, with the model at hand.
+START_S = 8.0
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would take. Times in seconds, sizes in bytes."""
+    """What a run would take, and what this machine has. Times in seconds, sizes in bytes."""
 
     name: str
     cells: int
@@ -35,7 +52,9 @@ class Estimate:
     guess_s: float
     bound_s: float
     memory_bytes: int
+    memory_available_bytes: int
     disk_bytes: int
+    disk_free_bytes: int
     flops_per_second: float
     bytes_per_second: float
 
@@ -47,10 +66,11 @@ class Estimate:
         """For people."""
         return [
             f"{self.name}: {self.arms} arms × {self.cells} cells",
-            f"time    about {_duration(self.guess_s)}; at most {_duration(self.bound_s)} by the cells' budgets, "
-            "plus one warm-up and one repeat of each",
-            f"memory  {self.memory_bytes / 2**30:.2f} GiB (weights once, caches and the widest activations of every unit)",
-            f"disk    {self.disk_bytes / 2**20:.1f} MiB",
+            f"time    about {_duration(self.guess_s)}; the cells' budgets allow {_duration(self.bound_s)}, and a "
+            "repeat that was begun is finished",
+            f"memory  {_size(self.memory_bytes)} of {_size(self.memory_available_bytes)} available: weights once, "
+            "every unit's cache, the widest activations",
+            f"disk    {_size(self.disk_bytes)} of {_size(self.disk_free_bytes)} free",
             f"guessed from {self.flops_per_second / 1e9:.0f} GFLOP/s and {self.bytes_per_second / 1e9:.1f} GB/s, "
             "measured now on this machine",
         ]
@@ -59,6 +79,10 @@ class Estimate:
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def _speeds(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
@@ -80,60 +104,92 @@ def _speeds(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
     return 2 * size**3 / best(lambda: a @ b), stream.nbytes / best(lambda: stream.sum())
 
 
+class _Steps:
+    """Time and memory of the dense model's steps."""
+
+    def __init__(self, skeleton: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+        self.choices: list[Choice] = costs.dense_choices(skeleton)
+        self.speed, self.stream = _speeds(dtype, device)
+        self.itemsize = dtype.itemsize
+        self.layers = int(skeleton.config.num_hidden_layers)
+        self.vocabulary = int(skeleton.config.vocab_size)
+        self.width = max(int(skeleton.config.hidden_size), int(skeleton.config.intermediate_size))
+        self.weight_bytes = sum(choice.weight_bytes for choice in self.choices)
+        self.kv_bytes_per_row = sum(choice.kv_bytes_per_row for choice in self.choices)
+
+    def prompt_s(self, batch: int, length: int) -> float:
+        """Seconds of a prompt step of `batch` requests."""
+        return self._seconds(batch * length, batch * length * (length + 1) // 2, batch)
+
+    def decode_s(self, batch: int, past: int) -> float:
+        """Seconds of a decode step with `past` tokens in the cache."""
+        return self._seconds(batch, batch * (past + 1), batch)
+
+    def rules_s(self) -> float:
+        """Seconds of what `verify` runs for one arm: five batches, each request alone, a decode step after each."""
+        batches = 5 * self.prompt_s(len(LENGTHS), max(LENGTHS)) + sum(self.prompt_s(1, length) for length in LENGTHS)
+        return batches + (5 + len(LENGTHS)) * self.decode_s(len(LENGTHS), max(LENGTHS))
+
+    def _seconds(self, rows: int, context: int, head_rows: int) -> float:
+        products = costs.flops(self.choices, rows, context, head_rows=head_rows) / self.speed
+        return max(products, self.weight_bytes / self.stream) + self.layers * LAYER_S
+
+    def memory(self, cell: Cell, units: int) -> int:
+        """Bytes a cell holds beside weights: caches, activations of the widest layer, logits."""
+        caches = cell.batch * (cell.length + cell.new_tokens) * self.kv_bytes_per_row
+        activations = cell.batch * cell.length * self.width * 4 * self.itemsize  # decode cells have a prompt step too
+        logits = cell.batch * self.vocabulary * self.itemsize * 2
+        return caches * (units if cell.phase == "decode" else 1) + activations + logits
+
+
 def estimate(spec: Spec) -> Estimate:
     """Estimate a run of `spec` without loading weights.
 
     Raises:
-        InputError: the model source is unknown.
+        InputError: model source, a method, its options or the prompts are wrong; checkpoints are not looked into.
     """
+    uncached = 0
+    for arm in spec.arms:
+        config = methods.configure(arm.method, arm.options, where=f"arms.{arm.name}.")
+        uncached += not methods.load(arm.method).caches(config)
+    load_prompts(spec.prompts)
+    items = len(load_prompts(spec.quality)) * len(spec.quality.modes) if spec.quality is not None else 0
     dtype = getattr(torch, spec.model.dtype)
     skeleton = models.skeleton(models.config(spec.model.source), spec.model.dtype)
-    choices = costs.dense_choices(skeleton)
     device = torch.device("cuda" if torch.cuda.is_available() and spec.model.device != "cpu" else "cpu")
-    speed, stream = _speeds(dtype, device)
-    weights = sum(choice.weight_bytes for choice in choices)
-    kv_row = sum(choice.kv_bytes_per_row for choice in choices)
-    width = max(skeleton.config.hidden_size, skeleton.config.intermediate_size)
-    vocabulary = skeleton.config.vocab_size
-    itemsize = dtype.itemsize
-    layers, arms = skeleton.config.num_hidden_layers, len(spec.arms)
-    guess = disk = 0.0
-    memory = 0
+    steps, arms, cells = _Steps(skeleton, dtype, device), len(spec.arms), spec.cell_list()
 
-    def step_seconds(rows: int, context: int, head_rows: int) -> float:
-        return max(costs.flops(choices, rows, context, head_rows=head_rows) / speed, weights / stream)
-
-    for cell in spec.cell_list():
+    guess = START_S + arms * steps.rules_s()
+    disk = 0
+    for cell in cells:
         repeats = spec.measure.warmup + spec.measure.max_repeats
         watched = spec.measure.warmup + min(spec.measure.max_repeats, INSTRUMENTED_REPEATS)
-        steps, a_step, setup = _cell_seconds(cell, step_seconds, arms)
-        guess += setup + min(spec.measure.budget_s, arms * steps * a_step * (repeats + watched))
-        held = cell.batch * (cell.length + cell.new_tokens) * kv_row
-        wide = cell.batch * (cell.length if cell.phase == "prefill" else 1) * width * 4 * itemsize
-        memory = max(memory, 2 * arms * held + wide + cell.batch * vocabulary * itemsize * 2)
-        decisions = arms * steps * layers * cell.batch
-        disk += decisions * BYTES_PER_DECISION + arms * steps * (repeats + watched) * BYTES_PER_STEP
-        disk += arms * (min(spec.trace.steps, steps) if spec.trace else 0) * BYTES_PER_TRACED_STEP
-    parameters = sum(choice.backbone_parameters for choice in choices)
-    bound = len(spec.cell_list()) * spec.measure.budget_s
+        prompt = steps.prompt_s(cell.batch, cell.length)
+        if cell.phase == "prefill":
+            count, each, setup = 1, arms * prompt, 0.0
+        else:
+            count, reached = cell.new_tokens, cell.length + cell.new_tokens // 2
+            one = steps.decode_s(cell.batch, reached)
+            each = (arms - uncached) * one + uncached * steps.prompt_s(cell.batch, reached)
+            setup = (2 * arms + 1) * prompt + count * one
+        traced = min(spec.trace.steps, count) if spec.trace is not None else 0
+        guess += setup + min(spec.measure.budget_s, count * each * (repeats + watched)) + traced * each
+        disk += arms * count * steps.layers * cell.batch * BYTES_PER_DECISION
+        disk += arms * count * (repeats + watched) * BYTES_PER_STEP + arms * traced * BYTES_PER_TRACED_STEP
+    if spec.quality is not None:
+        guess += arms * items * steps.prompt_s(1, spec.quality.max_tokens)
+        disk += arms * items * (steps.layers * BYTES_PER_DECISION + BYTES_PER_STEP)
+    weights = costs.parameters([skeleton]) * dtype.itemsize
     return Estimate(
         name=spec.name,
-        cells=len(spec.cell_list()),
+        cells=len(cells),
         arms=arms,
         guess_s=guess,
-        bound_s=bound,
-        memory_bytes=memory + parameters * itemsize + 400 * 2**20,
-        disk_bytes=round(disk),
-        flops_per_second=speed,
-        bytes_per_second=stream,
+        bound_s=len(cells) * spec.measure.budget_s,
+        memory_bytes=BASE_BYTES + weights + max(steps.memory(cell, 2 * arms) for cell in cells),
+        memory_available_bytes=psutil.virtual_memory().available,
+        disk_bytes=disk,
+        disk_free_bytes=free_bytes(Path()),
+        flops_per_second=steps.speed,
+        bytes_per_second=steps.stream,
     )
-
-
-def _cell_seconds(cell: Cell, step_seconds: Any, arms: int) -> tuple[int, float, float]:
-    """(steps a repeat, seconds a step, seconds of filling caches once) of a cell's dense arm."""
-    rows, context = cell.batch * cell.length, cell.batch * cell.length * (cell.length + 1) // 2
-    prompt = step_seconds(rows, context, cell.batch)
-    if cell.phase == "prefill":
-        return 1, prompt, 0.0
-    a_step = step_seconds(cell.batch, cell.batch * (cell.length + cell.new_tokens // 2), cell.batch)
-    return cell.new_tokens, a_step, (2 * arms + 1) * prompt + cell.new_tokens * a_step

@@ -6,7 +6,9 @@ arms whose outputs differ still do the same number of steps on the same tokens.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from itertools import islice, zip_longest
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,8 +16,8 @@ from profiler import methods
 from profiler.errors import InputError
 from profiler.measure import CellInputs, prefill
 from profiler.records import CellRecord
-from profiler.store import Rows
-from workloads.prompts import CellPrompt, cell_token_ids, load_prompts
+from profiler.writer import Rows
+from workloads.prompts import CellPrompt, Prompt, cell_token_ids, load_prompts
 from workloads.spec import Spec
 
 if TYPE_CHECKING:
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
 
 #: Prompts the rules are checked on before timing.
 SAMPLES = 4
+
+
+def mean_token_rank(ids: Sequence[int]) -> float:
+    """Mean of token ids: how rare a prompt's tokens are, as far as the vocabulary is numbered by frequency."""
+    return sum(ids) / len(ids)
 
 
 class Inputs:
@@ -35,16 +42,18 @@ class Inputs:
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
         self.prompts = load_prompts(spec.prompts)
-        self._made: dict[str, list[CellPrompt]] = {}
+        self._made: tuple[str, list[CellPrompt]] = ("", [])
 
     def tokenise(self, loaded: LoadedModel) -> None:
         """Bind the model's tokenizer, and check that its positions reach the longest cell.
 
         Raises:
-            InputError: the model has no tokenizer, or a cell is longer than its positions.
+            InputError: the model has no tokenizer, prompts give no tokens, or a cell is longer than its positions.
         """
         if loaded.tokenizer is None:
-            raise InputError(f"model {self._spec.model.source}: it has no tokenizer, so prompts cannot be made into ids")
+            raise InputError(
+                f"model {self._spec.model.source}: it has no tokenizer, so prompts cannot be made into ids"
+            )
         self._tokenizer = loaded.tokenizer
         self._device = loaded.model.device
         limit = getattr(loaded.model.config, "max_position_embeddings", None)
@@ -55,23 +64,26 @@ class Inputs:
                     f"cells: {cell.name} reaches position {reach:,}, and {self._spec.model.source} has positions for "
                     f"{limit:,} tokens"
                 )
+        first = self._spec.cell_list()[0]
+        cell_token_ids(self.prompts, self.encode, first.batch, first.length, self._spec.prompts.seed)
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def samples(self) -> list[list[int]]:
-        """A few prompts as ids, for the checks before timing."""
-        domains: dict[str, Any] = {}
+        """A few prompts as ids, of every domain in turn, for the checks before timing; at least one."""
+        domains: dict[str, list[Prompt]] = {}
         for prompt in self.prompts:
-            domains.setdefault(prompt.domain, prompt)
-        chosen = [*domains.values(), *self.prompts][:SAMPLES]
-        return [ids for prompt in chosen if (ids := self._encode(prompt.text))]
+            domains.setdefault(prompt.domain, []).append(prompt)
+        in_turn = [prompt for each in zip_longest(*domains.values()) for prompt in each if prompt is not None]
+        return list(islice(filter(None, (self.encode(prompt.text) for prompt in in_turn)), SAMPLES))
 
     def _rows(self, cell: CellRecord) -> list[CellPrompt]:
-        if cell.name not in self._made:
+        if self._made[0] != cell.name:
             seed = self._spec.prompts.seed
-            self._made[cell.name] = cell_token_ids(self.prompts, self._encode, cell.batch, cell.length, seed)
-        return self._made[cell.name]
+            self._made = (cell.name, cell_token_ids(self.prompts, self.encode, cell.batch, cell.length, seed))
+        return self._made[1]
 
     def prompt_rows(self, cell: CellRecord) -> list[Rows]:
         """Rows of table `prompts`; without text where the spec keeps none."""
@@ -85,6 +97,7 @@ class Inputs:
                     "request": [row.request for row in rows],
                     "domain": [row.domain for row in rows],
                     "tokens": [len(row.ids) for row in rows],
+                    "mean_token_rank": [mean_token_rank(row.ids) for row in rows],
                     "text": [row.text if keep else None for row in rows],
                 },
             )

@@ -5,17 +5,22 @@ unit does the same step on the same inputs, in an order drawn anew; a decode cel
 unit going on with its own cache. So arms, and recorder on against off, are paired within milliseconds of each other
 and drift of the machine falls on all of them.
 
-Not here: the traced pass (`tracing`), what is recorded (`recorder`), tables (`stepdata`), intervals (`intervals`).
+A repeat's steps are checked and handed to the writer only when the repeat is over, and the writer has taken them
+before the next begins: nothing but the steps runs while steps are timed.
+
+Not here: the traced pass (`traced`), what is recorded (`recorder`), tables (`stepdata`), intervals (`intervals`).
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -24,11 +29,12 @@ from torch import Tensor
 
 from profiler import methods
 from profiler.arms import Arm
+from profiler.execution.sequences import RowView
 from profiler.intervals import Interval, ratio_of_medians
 from profiler.recorder import StepData
 from profiler.records import CellRecord, RuleRecord
 from profiler.stepdata import Place, decision_rows, digest, executed_as_decided, segment_rows
-from profiler.store import Rows, RunWriter
+from profiler.writer import Rows, RunWriter
 
 Pass = Literal["bare", "instrumented"]
 
@@ -36,8 +42,13 @@ Pass = Literal["bare", "instrumented"]
 INSTRUMENTED_REPEATS = 8
 #: Repeats needed before an interval may end the cell.
 REPEATS_FOR_INTERVAL = 5
-#: Step ids of one cell start at its index times this, so that a resumed run needs no counter.
-STEPS_PER_CELL = 10_000_000
+#: How much more repeats there must be before the interval is looked at again; a bootstrap takes its own time.
+LOOK_AGAIN = 1.1
+#: Share of the budget after which warm-up ends, whatever the spec asks for.
+WARMUP_SHARE = 0.5
+#: Step ids of one cell start at its index times this, so that a resumed run needs no counter. More than the largest
+#: spec can take: 10,000 repeats of 32 arms in two passes and 4,096 decode steps each.
+STEPS_PER_CELL = 10_000_000_000
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,11 @@ class CellInputs:
     def steps(self) -> int:
         """Timed steps in one repeat of one unit."""
         return 1 if self.continuation_BN is None else self.continuation_BN.shape[1]
+
+    @cached_property
+    def whole_BN(self) -> Tensor:
+        """`[B, length + new_tokens]`: prompt and continuation, for arms that keep no cache."""
+        return self.ids_BT if self.continuation_BN is None else torch.cat([self.ids_BT, self.continuation_BN], dim=1)
 
 
 @dataclass
@@ -87,25 +103,43 @@ class Limits:
     seed: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
-    """What a measured cell leaves beside its tables."""
+    """What a measured cell leaves beside its tables.
+
+    `twin_medians_ns`: the median bare step of each repeat, in order, of each arm that has no twin itself.
+    """
 
     rules: list[RuleRecord]
-    twin_medians_ns: dict[str, list[float]] = field(default_factory=dict)
-    recorder_pairs: dict[tuple[str, str], list[tuple[int, int]]] = field(default_factory=dict)
-    ratios: dict[str, Interval] = field(default_factory=dict)
+    twin_medians_ns: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One timed step. `data` is what the recorder saw of it; None in a bare step."""
+
+    arm: Arm
+    what: Pass
+    repeat: int
+    index: int
+    order: int
+    number: int
+    view: RowView
+    wall_ns: int
+    data: StepData | None
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """No garbage collection while steps are timed."""
+    """No garbage collection by itself; one that is asked for leaves out what was there before, and so is quick."""
     was_on = gc.isenabled()
     gc.collect()
+    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
+        gc.unfreeze()
         if was_on:
             gc.enable()
 
@@ -118,12 +152,15 @@ def synchronise(device: torch.device) -> None:
 
 def prefill(handle: methods.Method, inputs: CellInputs) -> Any:
     """One prompt step; logits of the last position only, as a server computes them."""
-    return handle.model(input_ids=inputs.ids_BT, use_cache=True, logits_to_keep=1)
+    return handle.model(input_ids=inputs.ids_BT, use_cache=handle.keeps_cache, logits_to_keep=1)
 
 
 def decode(handle: methods.Method, inputs: CellInputs, cache: Any, index: int) -> Any:
-    """One decode step: feeds token `index` of the continuation."""
+    """One decode step: feeds token `index` of the continuation, to an arm without a cache all that is before it too."""
     assert inputs.continuation_BN is not None
+    if not handle.keeps_cache:
+        so_far = inputs.whole_BN[:, : inputs.ids_BT.shape[1] + index + 1]
+        return handle.model(input_ids=so_far, use_cache=False, logits_to_keep=1)
     return handle.model(
         input_ids=inputs.continuation_BN[:, index : index + 1], cache=cache, use_cache=True, logits_to_keep=1
     )
@@ -156,12 +193,16 @@ class CellRun:
         self._order = np.random.default_rng([limits.seed, index])
         self._next_step = index * STEPS_PER_CELL
         self._device = inputs.ids_BT.device
-        self._bare_ns: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
-        self._watched_ns: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
+        self._ns: dict[Pass, dict[str, dict[tuple[int, int], int]]] = {
+            what: defaultdict(dict) for what in ("bare", "instrumented")
+        }
         self._digests: dict[tuple[str, int], bytes] = {}
-        self._counted: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        self._watched: dict[str, int] = defaultdict(int)
         self._problems: dict[str, list[str]] = defaultdict(list)
         self._changed: dict[str, int] = defaultdict(int)
+        self._dropped: dict[str, int] = defaultdict(int)
+        self._lost = 0
+        self._look_at = max(limits.min_repeats, REPEATS_FOR_INTERVAL)
         self._last: StepData | None = None
 
     # -- the cell ---------------------------------------------------------------------------------
@@ -171,36 +212,34 @@ class CellRun:
         cell, limits = self.inputs.cell, self.limits
         units = [Unit(arm, what) for arm in self.arms for what in ("bare", "instrumented")]
         began = time.monotonic()
-        with torch.no_grad(), self._labelled():
+        with torch.no_grad(), self._labelled(), undisturbed():
             self._fill_caches(units)
-            for repeat in range(limits.warmup):
-                self._repeat(units, repeat, warmup=True)
+            warmed = 0
+            while warmed < limits.warmup and time.monotonic() - began < WARMUP_SHARE * limits.budget_s:
+                self._record(self._repeat(units, warmed), warmup=True)
                 self.between(0.0)
-            repeat = 0
-            ratios: dict[str, Interval] = {}
-            while True:
-                watched = units if repeat < INSTRUMENTED_REPEATS else [u for u in units if u.what == "bare"]
-                self._repeat(watched, repeat, warmup=False)
-                repeat += 1
+                warmed += 1
+            while cell.stopped is None:
+                watched = units if cell.repeats < INSTRUMENTED_REPEATS else [u for u in units if u.what == "bare"]
+                self._record(self._repeat(watched, cell.repeats), warmup=False)
+                cell.repeats += 1
                 spent = time.monotonic() - began
-                ratios = self._ratios()
-                self.between(min(1.0, max(repeat / limits.max_repeats, spent / limits.budget_s)))
-                cell.stopped = self._stop(repeat, spent, ratios)
-                if cell.stopped is not None:
-                    break
-        cell.repeats = repeat
-        return Outcome(self._rules(), self._twin_medians(), self._recorder_pairs(), ratios)
+                self.between(min(1.0, max(cell.repeats / limits.max_repeats, spent / limits.budget_s)))
+                cell.stopped = self._stop(cell.repeats, warmed, spent)
+        return Outcome(self._rules(), self._twin_medians())
 
-    def _stop(self, repeat: int, spent: float, ratios: dict[str, Interval]) -> str | None:
+    def _stop(self, repeats: int, warmed: int, spent: float) -> str | None:
         limits = self.limits
-        if repeat >= limits.max_repeats:
+        if repeats >= limits.max_repeats:
             return "repeats"
         # A repeat that would not fit is not begun.
-        if spent * (repeat + limits.warmup + 1) / (repeat + limits.warmup) > limits.budget_s:
+        if spent * (1 + 1 / (repeats + warmed)) > limits.budget_s:
             return "budget"
-        enough = repeat >= max(limits.min_repeats, REPEATS_FOR_INTERVAL)
-        if enough and ratios and all(r.half_width <= limits.target_ci for r in ratios.values()):
-            return "interval"
+        if repeats >= self._look_at:
+            self._look_at = math.ceil(LOOK_AGAIN * repeats)
+            ratios = self._ratios()
+            if ratios and all(ratio.half_width <= limits.target_ci for ratio in ratios):
+                return "interval"
         return None
 
     @contextmanager
@@ -208,12 +247,13 @@ class CellRun:
         handles = [handle for arm in self.arms for handle in (arm.bare, arm.recorded)]
         for handle in handles:
             handle.tracker.name(self.inputs.requests)
+            handle.recorder.phase = self.inputs.cell.phase  # an arm without a cache decodes in what look like prompts
         try:
             yield
         finally:
             for handle in handles:
                 handle.tracker.name(None)
-                handle.recorder.mode, handle.recorder.sink = "off", None
+                handle.recorder.mode, handle.recorder.sink, handle.recorder.phase = "off", None, None
                 for request in self.inputs.requests:
                     handle.release(request)
 
@@ -222,21 +262,26 @@ class CellRun:
         if self.inputs.continuation_BN is None:
             return
         for unit in units:
-            unit.cache = prefill(unit.handle, self.inputs).cache
+            unit.cache = prefill(unit.handle, self.inputs).cache  # None where the arm keeps none
 
     # -- one repeat -------------------------------------------------------------------------------
 
-    def _repeat(self, units: Sequence[Unit], repeat: int, *, warmup: bool) -> None:
+    def _repeat(self, units: Sequence[Unit], repeat: int) -> list[_Step]:
+        """Every unit once through the cell's steps; caches are then as they were before."""
         self.writer.drain()
-        with undisturbed():
-            for index in range(self.inputs.steps):
-                for order, k in enumerate(self._order.permutation(len(units))):
-                    self._step(units[k], repeat, index, order, warmup=warmup)
+        gc.collect()
+        steps = [
+            self._step(units[k], repeat, index, order)
+            for index in range(self.inputs.steps)
+            for order, k in enumerate(self._order.permutation(len(units)))
+        ]
         if self.inputs.continuation_BN is not None:
             for unit in units:
-                unit.cache.crop(-self.inputs.steps)
+                if unit.cache is not None:
+                    unit.cache.crop(-self.inputs.steps)
+        return steps
 
-    def _step(self, unit: Unit, repeat: int, index: int, order: int, *, warmup: bool) -> None:
+    def _step(self, unit: Unit, repeat: int, index: int, order: int) -> _Step:
         handle, recorder = unit.handle, unit.handle.recorder
         self._last = None
         if unit.what == "instrumented":
@@ -252,112 +297,125 @@ class CellRun:
         recorder.mode, recorder.sink = "off", None
         sequences = handle.tracker.current
         assert sequences is not None
-        step, self._next_step = self._next_step, self._next_step + 1
-        cell = self.inputs.cell.name
-        self.writer.append(
-            "steps",
-            {
-                "arm": [unit.arm.name],
-                "pass": "warmup" if warmup else unit.what,
-                "repeat": repeat,
-                "order": order,
-                "step": step,
-                "index": index,
-                "phase": self.inputs.cell.phase,
-                "rows": sequences.view.rows,
-                "context": sequences.view.context,
-                "wall_ns": wall_ns,
-                "device_ns": self._last.device_ns if self._last is not None else None,
-            },
-            cell=cell,
-        )
-        if warmup:
-            return
-        if unit.what == "bare":
-            self._bare_ns[unit.arm.name][repeat, index] = wall_ns
-            return
-        self._watched_ns[unit.arm.name][repeat, index] = wall_ns
-        if self._last is not None:
-            self._take(unit.arm, self._last, Place(cell, step), index)
+        number, self._next_step = self._next_step, self._next_step + 1
+        return _Step(unit.arm, unit.what, repeat, index, order, number, sequences.view, wall_ns, self._last)
 
     def _keep(self, data: StepData) -> None:
         self._last = data
 
-    def _take(self, arm: Arm, data: StepData, place: Place, index: int) -> None:
-        """Check and write one instrumented step; decisions and rows are written once per cell, then compared."""
-        problems = executed_as_decided(data, arm.record)
-        self._problems[arm.name] += problems
-        counted = self._counted[arm.name]
-        counted[0] += 1
-        counted[1] += data.dropped
-        found = segment_rows(data, arm.record, place)
-        before = self._digests.setdefault((arm.name, index), mine := digest(data))
-        if counted[0] <= self.inputs.steps:
-            found += decision_rows(data, arm.record, place)
-        elif before != mine:
-            self._changed[arm.name] += 1
-        self._write(found)
+    def _record(self, steps: Sequence[_Step], *, warmup: bool) -> None:
+        """Check a repeat's steps and hand their rows to the writer, all or none."""
+        cell = self.inputs.cell
+        found = [
+            Rows(
+                "steps",
+                cell.name,
+                {
+                    "arm": [step.arm.name for step in steps],
+                    "pass": ["warmup" if warmup else step.what for step in steps],
+                    "repeat": [step.repeat for step in steps],
+                    "order": [step.order for step in steps],
+                    "step": [step.number for step in steps],
+                    "index": [step.index for step in steps],
+                    "phase": cell.phase,
+                    "rows": [step.view.rows for step in steps],
+                    "context": [step.view.context for step in steps],
+                    "wall_ns": [step.wall_ns for step in steps],
+                    "device_ns": [step.data.device_ns if step.data else None for step in steps],
+                },
+            )
+        ]
+        for step in () if warmup else steps:
+            self._ns[step.what][step.arm.name][step.repeat, step.index] = step.wall_ns
+            if step.data is not None:
+                found += self._check(step, step.data)
+        if not self.writer.submit(lambda: found, dropped_as="repeats"):
+            self._lost += 1
 
-    def _write(self, found: list[Rows]) -> None:
-        if found:
-            self.writer.submit(lambda: found, dropped_as="gates")
+    def _check(self, step: _Step, data: StepData) -> list[Rows]:
+        """Check one instrumented step; its decisions and rows are written once per cell, and compared from then on."""
+        arm, place = step.arm, Place(self.inputs.cell.name, step.number)
+        self._watched[arm.name] += 1
+        self._dropped[arm.name] += data.dropped
+        self._problems[arm.name] += executed_as_decided(data, arm.record)
+        found = segment_rows(data, arm.record, place)
+        key, mine = (arm.name, step.index), digest(data)
+        if key not in self._digests:
+            self._digests[key] = mine
+            found += decision_rows(data, arm.record, place)
+        elif self._digests[key] != mine:
+            self._changed[arm.name] += 1
+        return found
 
     # -- what came out ----------------------------------------------------------------------------
 
-    def _ratios(self) -> dict[str, Interval]:
+    def _ratios(self) -> list[Interval]:
         """Arm ÷ twin of bare step times, paired by (repeat, index), for every arm that has a twin."""
-        found = {}
-        for arm in self.arms:
-            if arm.record.twin is None:
-                continue
-            mine, twin = self._bare_ns[arm.name], self._bare_ns[arm.record.twin]
-            keys = sorted(mine.keys() & twin.keys())
-            found[arm.name] = ratio_of_medians([mine[k] for k in keys], [twin[k] for k in keys])
-        return found
-
-    def _recorder_pairs(self) -> dict[tuple[str, str], list[tuple[int, int]]]:
-        """(recorder on, off) times of the same repeat and index, per (cell, arm)."""
-        return {
-            (self.inputs.cell.name, name): [(on, self._bare_ns[name][key]) for key, on in watched.items()]
-            for name, watched in self._watched_ns.items()
-        }
+        bare = self._ns["bare"]
+        twins = [(arm.name, arm.record.twin) for arm in self.arms if arm.record.twin is not None]
+        return [
+            ratio_of_medians(list(bare[arm].values()), [bare[twin][key] for key in bare[arm]], seed=self.limits.seed)
+            for arm, twin in twins
+        ]
 
     def _twin_medians(self) -> dict[str, list[float]]:
-        """Median bare step of each repeat, of each arm without a twin of its own, in order."""
         found = {}
         for arm in self.arms:
             if arm.record.twin is None:
-                times = self._bare_ns[arm.name]
-                repeats = sorted({repeat for repeat, _ in times})
-                found[arm.name] = [float(np.median([t for (r, _), t in times.items() if r == k])) for k in repeats]
+                repeats: dict[int, list[int]] = defaultdict(list)
+                for (repeat, _), ns in self._ns["bare"][arm.name].items():
+                    repeats[repeat].append(ns)
+                found[arm.name] = [float(np.median(times)) for _, times in sorted(repeats.items())]
         return found
 
     def _rules(self) -> list[RuleRecord]:
-        cell, found = self.inputs.cell.name, []
-        for arm in self.arms:
-            steps, dropped = self._counted[arm.name]
-            problems = self._problems[arm.name]
-            found.append(
-                RuleRecord(
-                    rule=1,
-                    name="rows executed = gates recorded",
-                    arm=arm.name,
-                    cell=cell,
-                    passed=not problems and steps > 0 and dropped == 0,
-                    detail=problems[0] if problems else f"equal in {steps} instrumented steps, {dropped} dropped",
-                    figures={"steps": float(steps), "differences": float(len(problems)), "dropped": float(dropped)},
-                )
-            )
-            changed = self._changed[arm.name]
-            found.append(
-                RuleRecord(
-                    rule=6,
-                    name="repeats decide alike",
-                    arm=arm.name,
-                    cell=cell,
-                    passed=changed == 0,
-                    detail=f"{changed} of {steps} instrumented steps decided differently from the recorded ones",
-                    figures={"steps": float(steps), "changed": float(changed)},
-                )
-            )
-        return found
+        return [rule(arm) for arm in self.arms for rule in (self._rule_1, self._rule_6, self._rule_14)]
+
+    def _rule_1(self, arm: Arm) -> RuleRecord:
+        problems, watched = self._problems[arm.name], self._watched[arm.name]
+        figures = {
+            "steps": watched,
+            "differences": len(problems),
+            "dropped": self._dropped[arm.name],
+            "repeats_lost": self._lost,
+        }
+        detail = problems[0] if problems else f"equal in {watched} instrumented steps"
+        if self._dropped[arm.name] or self._lost:
+            detail += f"; not proven: {self._dropped[arm.name]} decisions and {self._lost} repeats were dropped"
+        return RuleRecord(
+            rule=1,
+            name="rows executed = gates recorded",
+            arm=arm.name,
+            cell=self.inputs.cell.name,
+            passed=watched > 0 and not any(figures[key] for key in ("differences", "dropped", "repeats_lost")),
+            detail=detail,
+            figures={name: float(value) for name, value in figures.items()},
+        )
+
+    def _rule_6(self, arm: Arm) -> RuleRecord:
+        changed, watched = self._changed[arm.name], self._watched[arm.name]
+        return RuleRecord(
+            rule=6,
+            name="repeats decide alike",
+            arm=arm.name,
+            cell=self.inputs.cell.name,
+            passed=changed == 0,
+            detail=f"{changed} of {watched} instrumented steps decided differently from the recorded ones",
+            figures={"steps": float(watched), "changed": float(changed)},
+        )
+
+    def _rule_14(self, arm: Arm) -> RuleRecord:
+        """What recording cost, from on/off pairs of the same repeat and index."""
+        watched, bare = self._ns["instrumented"][arm.name], self._ns["bare"][arm.name]
+        ratio = ratio_of_medians(list(watched.values()), [bare[key] for key in watched], seed=self.limits.seed)
+        cost, low, high = ratio.value - 1, ratio.low - 1, ratio.high - 1
+        within = f"[{low:+.1%}, {high:+.1%}]" if math.isfinite(low) else "[too few pairs for an interval]"
+        return RuleRecord(
+            rule=14,
+            name="recorder's own cost",
+            arm=arm.name,
+            cell=self.inputs.cell.name,
+            passed=True,
+            detail=f"recorder on ÷ off − 1 = {cost:+.1%} {within}, n = {ratio.n}",
+            figures={"cost": cost, "low": low, "high": high, "n": float(ratio.n)},
+        )

@@ -58,6 +58,10 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase | None
     record: ModelRecord
 
+    def __post_init__(self) -> None:
+        """Leave the record on the model, so that a session around it is labelled as what it is (random weights)."""
+        self.model.gatewise_record = self.record  # type: ignore[assignment]
+
 
 def sources() -> list[Source]:
     """Every model known by name, pretrained ones first."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ContextManager, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -25,10 +25,10 @@ from profiler.execution.sequences import RowView, Sequences, SequenceTracker
 
 Mode = Literal["off", "record", "trace"]
 
-#: Bound on one step's buffers, in (decision × signal) cells; decisions past it are dropped and counted.
-MAX_CELLS = 16_000_000
+#: Bound on one step's buffer, in numbers (decisions × what is kept of each); decisions past it are dropped and counted.
+MAX_NUMBERS = 16_000_000
 
-_NOTHING: ContextManager[None] = nullcontext()
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -167,28 +167,38 @@ class _CudaClock:
         return spent, round(self._marks[0][0].elapsed_time(last) * 1e6)
 
 
-class _Buffers:
-    """Preallocated device storage of one step's decisions: slot by slot, one slot a `gate` call."""
+class _Buffer:
+    """Preallocated device storage of one step's decisions: a column a decision, one `gate` call after the other.
+
+    Row 0 is the choice (an index, exact in float32), row 1 the gate, then the signals. One tensor, so that it
+    comes to the host in one copy.
+    """
 
     def __init__(self) -> None:
-        self.choice = torch.empty((0, 0), dtype=torch.int16)
-        self.values = torch.empty((0, 0, 0), dtype=torch.float32)
+        self.numbers = torch.empty((0, 0), dtype=torch.float32)
 
-    def reserve(self, slots: int, width: int, signals: int, device: torch.device) -> None:
-        """Make room for `slots` calls of `width` decisions with `signals` signals each; grows, never shrinks."""
-        have_slots, have_width = self.choice.shape
-        if slots > have_slots or width > have_width or signals + 1 > self.values.shape[0] or self.choice.device != device:
-            slots, width = max(slots, have_slots), max(width, have_width)
-            signals = max(signals + 1, self.values.shape[0])
-            self.choice = torch.empty((slots, width), dtype=torch.int16, device=device)
-            self.values = torch.empty((signals, slots, width), dtype=torch.float32, device=device)
+    def reserve(self, rows: int, columns: int, filled: int, device: torch.device) -> bool:
+        """Make room, keeping the first `filled` columns; grows, never shrinks. False if the bound forbids it."""
+        have_rows, have = self.numbers.shape
+        if rows <= have_rows and columns <= have:
+            return True
+        rows = max(rows, have_rows)
+        if rows * columns > MAX_NUMBERS:
+            return False
+        room = max(columns, min(2 * have, MAX_NUMBERS // rows))
+        # A tensor made in inference mode could not be written outside of it, and the buffer outlives the step.
+        with torch.inference_mode(False):
+            wide = torch.empty((rows, room), dtype=torch.float32, device=device)
+        wide[:have_rows, :filled] = self.numbers[:, :filled]
+        self.numbers = wide
+        return True
 
 
 @dataclass
 class _Slot:
     layer: int
     site: str
-    size: int
+    columns: slice
     signals: tuple[str, ...]
 
 
@@ -197,8 +207,8 @@ class Recorder:
     """See the module docstring. Create one per model tree, hand it to a method's `wrap`, then `attach` it.
 
     Attributes:
-        mode: `off`; `record` (decisions, counts, segment clocks); `trace` (decisions and named profiler ranges,
-            no clocks).
+        mode: `off`; `record` (decisions, counts, segment clocks); `trace` (named profiler ranges and nothing else,
+            so that what recording costs is not in the traced kernels).
         sink: called with each finished step, on the thread that ran the forward.
         label: text of the step's profiler range in mode `trace`.
     """
@@ -208,11 +218,12 @@ class Recorder:
     label: str = ""
     phase: str | None = None
     _subject: Recordable | None = None
-    _buffers: _Buffers = field(default_factory=_Buffers)
+    _buffer: _Buffer = field(default_factory=_Buffer)
     _slots: list[_Slot] = field(default_factory=list)
-    _expected_slots: int = 1
+    _filled: int = 0
     _dropped: int = 0
     _counts: dict[tuple[int, str, int], Count] = field(default_factory=dict)
+    _late: list[tuple[tuple[int, str, int], Tensor]] = field(default_factory=list)
     _view: RowView | None = None
     _clock: _CpuClock | _CudaClock | None = None
     _began_ns: int = 0
@@ -226,7 +237,7 @@ class Recorder:
     @property
     def recording(self) -> bool:
         """Whether a step is being recorded now; work that only serves a record can be left out otherwise."""
-        return self._open
+        return self._open and self._clock is not None
 
     def gate(self, layer: int, site: str, choice: Tensor, gate: Tensor, **signals: Tensor) -> None:
         """Record N decisions: one per sequence of the batch, or one per token row.
@@ -237,26 +248,23 @@ class Recorder:
             gate: `[N]` the gate's value the choice was made from.
             signals: `[N]` each, the method's own columns.
         """
-        if not self._open:
+        if not self.recording:
             return
-        size, at = choice.numel(), len(self._slots)
-        if size * (len(signals) + 2) * (at + 1) > MAX_CELLS:
+        size = choice.numel()
+        columns = slice(self._filled, self._filled + size)
+        if not self._buffer.reserve(2 + len(signals), columns.stop, self._filled, self._device):
             self._dropped += size
             return
-        self._slots.append(_Slot(layer, site, size, tuple(signals)))
-        buffers = self._buffers
-        if at >= buffers.choice.shape[0] or size > buffers.choice.shape[1] or len(signals) >= buffers.values.shape[0]:
-            self._grow(at + 1, size, len(signals))
-        buffers.choice[at, :size].copy_(choice.reshape(-1))
-        buffers.values[0, at, :size].copy_(gate.reshape(-1))
-        for k, value in enumerate(signals.values(), start=1):
-            buffers.values[k, at, :size].copy_(value.reshape(-1))
+        self._slots.append(_Slot(layer, site, columns, tuple(signals)))
+        self._filled = columns.stop
+        # Stacked first: one copy into the buffer instead of one a column halves what this costs at few decisions.
+        kept = [value.detach().reshape(-1).to(torch.float32) for value in (choice, gate, *signals.values())]
+        self._buffer.numbers[: len(kept), columns].copy_(torch.stack(kept))
 
-    def _grow(self, slots: int, width: int, signals: int) -> None:
-        old_choice, old_values = self._buffers.choice, self._buffers.values
-        self._buffers.reserve(max(slots, 2 * old_choice.shape[0], self._expected_slots), width, signals, self._device)
-        self._buffers.choice[: old_choice.shape[0], : old_choice.shape[1]] = old_choice
-        self._buffers.values[: old_values.shape[0], : old_values.shape[1], : old_values.shape[2]] = old_values
+    def entered(self, layer: int, site: str, choice: int, rows: Tensor) -> None:
+        """Count rows of a product that has their number from the device: `rows`, an integer read at the step's end."""
+        if self.recording:
+            self._late.append(((layer, site, choice), rows))
 
     @contextmanager
     def executing(self, view: RowView) -> Iterator[None]:
@@ -267,7 +275,7 @@ class Recorder:
         finally:
             self._view = before
 
-    def span(self, segment: str, layer: int) -> ContextManager[Any]:
+    def span(self, segment: str, layer: int) -> AbstractContextManager[Any]:
         """A context in which time belongs to `segment` of `layer`."""
         if not self._open:
             return _NOTHING
@@ -288,7 +296,7 @@ class Recorder:
             self._handles.append(site.module.register_forward_hook(self._closer()))
         for probe in subject.probes():
             self._handles.append(probe.module.register_forward_pre_hook(self._counter(probe)))
-        self._handles.append(root.register_forward_hook(self._end))
+        self._handles.append(root.register_forward_hook(self._end, always_call=True))
 
     def detach(self) -> None:
         """Remove every hook; the model runs as if never recorded."""
@@ -316,7 +324,7 @@ class Recorder:
         key = (probe.layer, probe.site, probe.choice)
 
         def count(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if not self._open:
+            if not self.recording:
                 return
             x = args[0]
             entered = x.numel() // x.shape[-1]
@@ -356,8 +364,8 @@ class Recorder:
         self._open = False
         if self.mode == "off":
             return
-        self._slots, self._counts, self._view, self._dropped = [], {}, None, 0
-        self._range = []
+        self._slots, self._filled, self._counts, self._view, self._dropped = [], 0, {}, None, 0
+        self._late, self._range = [], []
         if self.mode == "trace":
             self._clock = None
             step = torch.profiler.record_function(self.label or "gatewise.step/0/unnamed")
@@ -373,16 +381,16 @@ class Recorder:
         if not self._open:
             return
         self._open = False
-        if self.mode == "trace":
+        if self._clock is None:
             while self._range:
                 self._pop()
-        slots = len(self._slots)
-        self._expected_slots = max(self._expected_slots, slots)
-        width = max((slot.size for slot in self._slots), default=0)
-        channels = 1 + max((len(slot.signals) for slot in self._slots), default=0)
-        choice = self._buffers.choice[:slots, :width].to("cpu", copy=True).numpy()
-        values = self._buffers.values[:channels, :slots, :width].to("cpu", copy=True).numpy()
-        segment_ns, device_ns = self._clock.finish() if self._clock is not None else ({}, None)
+            return
+        if output is None:  # the forward raised: there is no step
+            return
+        rows = 2 + max((len(slot.signals) for slot in self._slots), default=0)
+        numbers = self._buffer.numbers[:rows, : self._filled].to("cpu", copy=True).numpy()
+        self._count_late()
+        segment_ns, device_ns = self._clock.finish()
         wall_ns = time.perf_counter_ns() - self._began_ns
         if self.sink is None or self._subject is None:
             return
@@ -390,11 +398,11 @@ class Recorder:
             Decision(
                 slot.layer,
                 slot.site,
-                choice[i, : slot.size],
-                values[0, i, : slot.size],
-                {name: values[k, i, : slot.size] for k, name in enumerate(slot.signals, start=1)},
+                numbers[0, slot.columns].astype(np.int16),
+                numbers[1, slot.columns],
+                {name: numbers[row, slot.columns] for row, name in enumerate(slot.signals, start=2)},
             )
-            for i, slot in enumerate(self._slots)
+            for slot in self._slots
         ]
         sequences = self._sequences()
         self.sink(
@@ -410,6 +418,12 @@ class Recorder:
                 dropped=self._dropped,
             )
         )
+
+    def _count_late(self) -> None:
+        if self._late:
+            numbers = torch.cat([rows.detach().reshape(1).long() for _, rows in self._late]).tolist()
+            for (key, _), rows in zip(self._late, numbers, strict=True):
+                self._counts.setdefault(key, Count()).rows += rows
 
 
 class _Span:

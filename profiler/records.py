@@ -19,7 +19,12 @@ FORMAT = 1
 
 State = Literal["running", "complete", "interrupted", "failed"]
 Phase = Literal["prefill", "decode", "mixed"]
-Pass = Literal["warmup", "bare", "instrumented", "traced", "serving"]
+Pass = Literal["warmup", "bare", "instrumented", "traced", "quality", "serving"]
+
+#: Cells of the quality pass, by mode. The manifest lists them in `quality`, not in `cells`: nothing is timed in them.
+QUALITY_CELLS = {"prefix": "quality", "whole": "quality-whole"}
+#: What the gates had seen when a continuation was scored, by mode, as tables and reports name it.
+QUALITY_MODES = {"prefix": "gated on prefix", "whole": "whole sequence (leaks)"}
 
 _KEY = [
     ("arm", pa.string()),
@@ -90,8 +95,8 @@ TABLES: dict[str, pa.Schema] = {
     # Key/value cache held at the end of a step, summed over layers. `live` is what requests need,
     # `allocated` what the storage takes.
     "kv": pa.schema([*_KEY, ("cell", pa.string()), ("allocated_bytes", pa.int64()), ("live_bytes", pa.int64())]),
-    # A kernel (CUDA), or an operator's own time (CPU), of a traced step: the time of operators inside it is theirs, so
-    # the sum counts each moment of a thread once. Category `cpu_op` is a leaf, `cpu_self` an operator with others inside.
+    # A kernel (CUDA), or an operator's own time (CPU), of a traced step: the time of operators inside it is theirs,
+    # so the sum counts each moment of a thread once. Category `cpu_op` is a leaf, `cpu_self` one with others inside.
     "kernels": pa.schema(
         [
             *_KEY,
@@ -116,14 +121,44 @@ TABLES: dict[str, pa.Schema] = {
             ("unit", pa.string()),
         ]
     ),
-    # The prompts of a run: `text` is null where the spec's privacy section says so.
+    # The prompts of a run: `text` is null where the spec's privacy section says so. `mean_token_rank`: mean of the
+    # prompt's token ids. A trained BPE vocabulary is numbered in the order its merges were learnt, the most frequent
+    # first, so an id ranks its token by frequency; an id of the byte tokenizer ranks nothing.
     "prompts": pa.schema(
         [
             ("cell", pa.string()),
             ("request", pa.string()),
             ("domain", pa.string()),
             ("tokens", pa.int32()),
+            ("mean_token_rank", pa.float64()),
             ("text", pa.string()),
+        ]
+    ),
+    # One row a held-out item and arm: Σ −log p of its `tokens` continuation tokens, in nats. `prefix_tokens` come
+    # before them and are not scored. `mode` is one of `QUALITY_MODES`.
+    "scores": pa.schema(
+        [
+            ("arm", pa.string()),
+            ("task", pa.string()),
+            ("item", pa.string()),
+            ("domain", pa.string()),
+            ("mode", pa.string()),
+            ("nll", pa.float64()),
+            ("tokens", pa.int32()),
+            ("prefix_tokens", pa.int32()),
+        ]
+    ),
+    # `scores` summed, by domain and over all (`domain` "all"). Perplexity is exp(Σ nll ÷ Σ tokens); `denominator` is
+    # Σ tokens.
+    "quality": pa.schema(
+        [
+            ("arm", pa.string()),
+            ("task", pa.string()),
+            ("domain", pa.string()),
+            ("metric", pa.string()),
+            ("value", pa.float64()),
+            ("denominator", pa.int64()),
+            ("mode", pa.string()),
         ]
     ),
 }
@@ -183,7 +218,9 @@ class ArmRecord(Record):
     """An arm as it ran: which method, with which options, against which twin, and what its choices cost.
 
     A site with one choice always runs; a site with several is where the router decides.
-    `synthetic` is set where gates were forced rather than decided by a router.
+    `synthetic` is set where gates were forced rather than decided by a router. `discards`: every choice computes all
+    rows and what was not chosen is thrown away, so nothing is saved, and rule 1 holds the arm to that. `signal_starts`
+    holds, for a signal that starts the same for every input, its value in each layer before any training.
     """
 
     name: str
@@ -194,7 +231,9 @@ class ArmRecord(Record):
     kv_policy: str | None = None
     synthetic: str | None = None
     untrained: bool = False
+    discards: bool = False
     signals: dict[str, str] = Field(default_factory=dict)
+    signal_starts: dict[str, list[float]] = Field(default_factory=dict)
     choices: list[Choice] = Field(default_factory=list)
 
 
@@ -215,6 +254,15 @@ class CellRecord(Record):
     done: bool = False
     stopped: str | None = None
     reference: str | None = None
+
+
+class QualityRecord(Record):
+    """The quality pass. `done` is set once its rows are on disk. `modes` are named as in table `scores`."""
+
+    items: int
+    tokens: int
+    modes: list[str]
+    done: bool = False
 
 
 class RuleRecord(Record):
@@ -252,13 +300,17 @@ class Unsupported(Record):
 
 
 class Manifest(Record):
-    """`manifest.json`: everything about a run that is not a row of a table."""
+    """`manifest.json`: everything about a run that is not a row of a table.
+
+    `evaluates` names the run whose spec this one took up again to measure quality.
+    """
 
     format: int = FORMAT
     name: str
     state: State = "running"
     state_detail: str | None = None
     created_utc: str
+    resumed_utc: list[str] = Field(default_factory=list)
     finished_utc: str | None = None
     pid: int
     host: str
@@ -270,6 +322,8 @@ class Manifest(Record):
     model: ModelRecord | None = None
     arms: list[ArmRecord] = Field(default_factory=list)
     cells: list[CellRecord] = Field(default_factory=list)
+    quality: QualityRecord | None = None
+    evaluates: str | None = None
     rules: list[RuleRecord] = Field(default_factory=list)
     contention: dict[str, Any] = Field(default_factory=dict)
     counts: dict[str, int] = Field(default_factory=dict)

@@ -7,6 +7,7 @@ before timing are checked before the first timed step; a cell is marked done onl
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -21,12 +22,13 @@ from profiler import machine, methods, models, verify
 from profiler.arms import Arm, build, tree
 from profiler.errors import InputError, RuleError
 from profiler.inputs import Inputs
-from profiler.intervals import ratio_of_medians
 from profiler.measure import CellRun, Limits, Outcome
+from profiler.quality import Item, load_items
+from profiler.quality_pass import QualityRun
 from profiler.records import CellRecord, Manifest, RuleRecord, Unsupported
-from profiler.store import RunWriter
 from profiler.telemetry import Telemetry
 from profiler.traced import trace_cell
+from profiler.writer import RunWriter, check_folder
 from workloads.spec import Spec
 
 
@@ -58,6 +60,7 @@ class Prepared:
     loaded: models.LoadedModel
     arms: list[Arm]
     inputs: Inputs
+    items: list[Item]
 
 
 def prepare(spec: Spec, progress: Progress) -> Prepared:
@@ -66,6 +69,7 @@ def prepare(spec: Spec, progress: Progress) -> Prepared:
     Raises:
         InputError: model, method, option, checkpoint or prompts are wrong.
     """
+    models.check(spec.model.source)
     for arm in spec.arms:
         methods.configure(arm.method, arm.options, where=f"arms.{arm.name}.")
     inputs = Inputs(spec)
@@ -73,15 +77,30 @@ def prepare(spec: Spec, progress: Progress) -> Prepared:
     if threads is not None:
         torch.set_num_threads(threads)
     progress.say(f"loading {spec.model.source}")
-    loaded = models.load(spec.model.source, spec.model.dtype, spec.model.device, spec.model.seed)
+    loaded = models.load(spec.model.source, spec.model.dtype, spec.model.device, spec.model.seed, report=progress.say)
     inputs.tokenise(loaded)
+    positions = getattr(loaded.model.config, "max_position_embeddings", None)
+    items = load_items(spec.quality, inputs.encode, positions) if spec.quality is not None else []
     arms = [build(loaded.model, arm.name, arm.method, arm.options, arm.twin) for arm in spec.arms]
-    return Prepared(spec, loaded, arms, inputs)
+    _refuse_unfreezable(spec, arms)
+    return Prepared(spec, loaded, arms, inputs, items)
 
 
-def default_folder(name: str) -> Path:
-    """`runs/<name>-<UTC time>`."""
-    return Path("runs") / f"{name}-{dt.datetime.now(dt.UTC):%Y%m%dT%H%M%SZ}"
+def _refuse_unfreezable(spec: Spec, arms: list[Arm]) -> None:
+    """Refuse to score on a prefix an arm that has nowhere to keep the gates of that prefix."""
+    without = [arm.name for arm in arms if not arm.bare.keeps_cache]
+    if spec.quality is not None and "prefix" in spec.quality.modes and without:
+        raise InputError(
+            f"quality.modes: prefix freezes the gates of a prompt in its cache, and arm {without[0]!r} keeps none; ask "
+            "for [whole], or leave the arm out"
+        )
+
+
+def default_folder(name: str, root: Path = Path("runs")) -> Path:
+    """`runs/<name>-<UTC time>`, numbered where a run of the same second has taken that."""
+    first = root / f"{name}-{dt.datetime.now(dt.UTC):%Y%m%dT%H%M%SZ}"
+    numbered = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([first], numbered) if not folder.exists())
 
 
 def now_utc() -> str:
@@ -123,11 +142,30 @@ def run(spec: Spec, out: Path | None, *, resume: bool = False, progress: Progres
     progress = progress or Quiet()
     if resume and out is None:
         raise InputError("--resume needs --out DIR, the folder of the unfinished run")
+    folder = out or default_folder(spec.name)
+    check_folder(folder, resume=resume, spec_sha256=spec.sha256())
     prepared = prepare(spec, progress)
     cells = [
         CellRecord(name=c.name, phase=c.phase, batch=c.batch, length=c.length, new_tokens=c.new_tokens)
         for c in spec.cell_list()
     ]
+    return carry_out(prepared, folder, cells, progress, resume=resume)
+
+
+def carry_out(
+    prepared: Prepared,
+    folder: Path,
+    cells: list[CellRecord],
+    progress: Progress,
+    *,
+    resume: bool = False,
+    evaluates: str | None = None,
+) -> Path:
+    """Run what was prepared, with these of its cells, into `folder`, and return it; errors as `run`'s.
+
+    `evaluates`: the run whose spec this is, where only its quality is measured.
+    """
+    spec = prepared.spec
     manifest = new_manifest(
         spec.name,
         spec_sha256=spec.sha256(),
@@ -135,22 +173,25 @@ def run(spec: Spec, out: Path | None, *, resume: bool = False, progress: Progres
         arms=[arm.record for arm in prepared.arms],
         cells=cells,
         keeps_text=spec.privacy.keep_text,
+        evaluates=evaluates,
     )
-    writer = RunWriter(out or default_folder(spec.name), manifest, spec.to_yaml(), resume=resume)
-    with closing(writer), _terminated_as_interrupt():
+    writer = RunWriter(folder, manifest, spec.to_yaml(), resume=resume)
+    with _terminated_as_interrupt(), closing(writer):
         _run(prepared, writer, progress)
     return writer.folder
 
 
 @contextmanager
 def closing(writer: RunWriter) -> Iterator[None]:
-    """Close the folder with the state that fits how the block ended."""
+    """Close the folder with the state that fits how the block ended. An error leaves with a note of where it is."""
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        error.add_note(f"what was recorded is kept in {writer.folder}")
         writer.finish("interrupted", "stopped by the user; every cell marked done is whole", now_utc())
         raise
     except BaseException as error:
+        error.add_note(f"what was recorded is kept in {writer.folder}")
         writer.finish("failed", f"{type(error).__name__}: {error}", now_utc())
         raise
     writer.finish("complete", None, now_utc())
@@ -176,39 +217,75 @@ def _terminated_as_interrupt() -> Iterator[None]:
 
 def _run(prepared: Prepared, writer: RunWriter, progress: Progress) -> None:
     spec, arms, inputs, manifest = prepared.spec, prepared.arms, prepared.inputs, writer.manifest
-    cells = list(enumerate(manifest.cells))
+    earlier = manifest.contention
     twin_medians: list[float] = []
     with machine.Contention() as contention, Telemetry(_telemetry(writer)) as telemetry:
+        manifest.unsupported = [*telemetry.unsupported, *_unsupported(prepared)]
         for arm in arms:
             progress.say(f"checking {arm.name}: open equals twin, repeats, order, company")
             manifest.rules += verify.verify(prepared.loaded.model, arm.record, inputs.samples())
         _enforce(manifest.rules)
         writer.save_manifest()
         dense = tree(prepared.loaded.model, "dense", methods.configure("dense", {}))
-        for k, (index, cell) in enumerate(cells):
+        parts = len(manifest.cells) + (1 if prepared.items else 0)
+        for index, cell in enumerate(manifest.cells):
             if cell.done:
                 continue
-            start = k / len(cells)
+            start = index / parts
 
             def between(share: float, start: float = start) -> None:
                 contention.mark()
-                progress.at(start + share / len(cells))
+                progress.at(start + share / parts)
 
             progress.say(cell.name)
-            writer.submit(lambda cell=cell: inputs.prompt_rows(cell), dropped_as="prompts")  # type: ignore[misc]
             given = inputs.of(cell, dense)
+            for rows in inputs.prompt_rows(cell):
+                writer.append(rows.table, rows.columns, cell=rows.cell)
             limits = Limits(**spec.measure.model_dump(exclude={"threads"}))
             outcome = CellRun(given, arms, limits, writer, index, between).run()
             if spec.trace is not None:
                 progress.say(f"{cell.name}: tracing")
                 trace_cell(given, arms, spec.trace, writer, index)
-            manifest.rules += [*outcome.rules, *_recorder_cost(outcome)]
+            manifest.rules += outcome.rules
             _enforce(manifest.rules)
             twin_medians = _longest(twin_medians, outcome)
+            manifest.contention = _verdict(contention, twin_medians, earlier)
             writer.close_cell(cell)
-            progress.at((k + 1) / len(cells))
+            progress.at((index + 1) / parts)
+        _measure_quality(prepared, writer, progress)
+        contention.mark()
     manifest.unsupported = [*telemetry.unsupported, *_unsupported(prepared)]
-    manifest.contention = contention.verdict(twin_times=twin_medians, threads_per_rank=torch.get_num_threads())
+    manifest.contention = _verdict(contention, twin_medians, earlier)
+
+
+def _measure_quality(prepared: Prepared, writer: RunWriter, progress: Progress) -> None:
+    """The quality pass, after all timing; whole or not at all, since a resumed run begins it anew."""
+    spec, items, manifest = prepared.spec.quality, prepared.items, writer.manifest
+    if spec is None or (manifest.quality is not None and manifest.quality.done):
+        return
+    progress.say(f"quality: {len(items)} items")
+    cells, before = len(prepared.spec.cell_list()), len(manifest.cells)
+
+    def at(share: float) -> None:
+        progress.at((before + share) / (before + 1))
+
+    keep_text = prepared.spec.privacy.keep_text
+    manifest.rules += QualityRun(items, prepared.arms, spec.modes, writer, cells, keep_text, at).run()
+    _enforce(manifest.rules)
+    assert manifest.quality is not None
+    writer.close_cell(manifest.quality)
+
+
+def _verdict(contention: machine.Contention, twin_medians: list[float], earlier: dict[str, Any]) -> dict[str, Any]:
+    """Contention so far; what was seen before the run was resumed stays in it."""
+    now = contention.verdict(twin_times=twin_medians, threads_per_rank=torch.get_num_threads())
+    if not earlier:
+        return now
+    return now | {
+        "contended": now["contended"] or earlier["contended"],
+        "sentence": f"Before it was resumed: {earlier['sentence']} After: {now['sentence']}",
+        "earlier": earlier,
+    }
 
 
 def _longest(so_far: list[float], outcome: Outcome) -> list[float]:
@@ -223,32 +300,14 @@ def _telemetry(writer: RunWriter) -> Callable[[dict[str, list[Any]]], None]:
     return emit
 
 
-def _recorder_cost(outcome: Outcome) -> list[RuleRecord]:
-    """Rule 14: what recording cost, from on/off pairs of the same repeats."""
-    found = []
-    for (cell, arm), pairs in outcome.recorder_pairs.items():
-        cost = ratio_of_medians([on for on, _ in pairs], [off for _, off in pairs])
-        share = cost.value - 1
-        found.append(
-            RuleRecord(
-                rule=14,
-                name="recorder's own cost",
-                arm=arm,
-                cell=cell,
-                passed=True,
-                detail=f"recorder on ÷ off − 1 = {share:+.1%} [{cost.low - 1:+.1%}, {cost.high - 1:+.1%}], n = {cost.n}",
-                figures={"cost": share, "low": cost.low - 1, "high": cost.high - 1, "n": float(cost.n)},
-            )
-        )
-    return found
-
-
 def _unsupported(prepared: Prepared) -> list[Unsupported]:
     if prepared.loaded.model.device.type == "cuda":
         return []
     return [
         Unsupported(metric="device_ns", reason="the model ran on the CPU, which has no device clock of its own"),
-        Unsupported(metric="host synchronisations", reason="counted on CUDA only; on the CPU there is nothing to wait for"),
+        Unsupported(
+            metric="host synchronisations", reason="counted on CUDA only; on the CPU there is nothing to wait for"
+        ),
     ]
 
 

@@ -15,20 +15,20 @@ comparison.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from profiler import methods
 from profiler.arms import describe
-from profiler.costs import parameters
+from profiler.costs import backbone_parameters
 from profiler.errors import InputError, RuleError
 from profiler.recorder import Recorder, StepData
 from profiler.records import CellRecord, ModelRecord, Phase, RuleRecord
 from profiler.run import closing, new_manifest
 from profiler.stepdata import Place, decision_rows, executed_as_decided, segment_rows
-from profiler.store import Rows, RunWriter
+from profiler.writer import Rows, RunWriter, check_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,15 +46,17 @@ def wrap(model: PreTrainedModel, method: str, **options: Any) -> methods.Method:
 class Session:
     """An open recording; made by `record`."""
 
-    def __init__(self, handle: methods.Method, writer: RunWriter, arm: str) -> None:
+    def __init__(self, handle: methods.Method, writer: RunWriter) -> None:
         self._handle, self._writer = handle, writer
-        self._arm = next(record for record in writer.manifest.arms if record.name == arm)
+        (self._arm,) = writer.manifest.arms
+        self._cells: dict[str, CellRecord] = {}
         self._steps = 0
-        self._problems: list[str] = []
         self._dropped = 0
+        self._checked = 0
+        self._problems: list[str] = []
 
     @contextmanager
-    def step(self, phase: Phase | None = None, requests: Sequence[Any] | None = None) -> Iterator[None]:
+    def step(self, phase: Phase | None = None, requests: Iterable[Any] | None = None) -> Iterator[None]:
         """Label the forwards inside.
 
         Args:
@@ -77,13 +79,24 @@ class Session:
 
     def accept(self, data: StepData) -> None:
         """The recorder's sink: number the step here, make rows on the writer's thread."""
-        step, self._steps = self._steps, self._steps + 1
+        number, self._steps = self._steps, self._steps + 1
         self._dropped += data.dropped
-        self._writer.submit(lambda: self._rows(data, step), dropped_as="steps")
+        cell = self._cell(data.phase)
+        self._writer.submit(lambda: self._rows(data, Place(cell.name, number)), dropped_as="steps")
 
-    def _rows(self, data: StepData, step: int) -> Iterable[Rows]:
-        place = Place(f"session-{data.phase}", step)
+    def _cell(self, phase: str) -> CellRecord:
+        """The cell of a phase; in the manifest from its first step on, so that a killed session has it."""
+        if phase not in self._cells:
+            self._cells[phase] = CellRecord(
+                name=f"session-{phase}", phase=cast(Phase, phase), batch=0, length=0, stopped="session"
+            )
+            self._writer.manifest.cells.append(self._cells[phase])
+            self._writer.save_manifest()
+        return self._cells[phase]
+
+    def _rows(self, data: StepData, place: Place) -> Iterable[Rows]:
         self._problems += executed_as_decided(data, self._arm)
+        self._checked += 1
         view = data.sequences.view
         yield Rows(
             "steps",
@@ -93,8 +106,8 @@ class Session:
                 "pass": "instrumented",
                 "repeat": 0,
                 "order": 0,
-                "step": step,
-                "index": step,
+                "step": place.step,
+                "index": place.step,
                 "phase": data.phase,
                 "rows": view.rows,
                 "context": view.context,
@@ -105,33 +118,24 @@ class Session:
         yield from segment_rows(data, self._arm, place)
         yield from decision_rows(data, self._arm, place)
 
-    def close(self) -> None:
-        """Flush, and put rule 1's outcome and the cells seen into the manifest.
-
-        Raises:
-            RuleError: rows executed and gates recorded differ.
-        """
-        manifest, writer = self._writer.manifest, self._writer
-        writer.flush()
-        for phase in get_args(Phase):
-            if any(writer.folder.glob(f"steps/part-session-{phase}-*.parquet")):
-                cell = CellRecord(name=f"session-{phase}", phase=phase, batch=0, length=0, done=True, stopped="session")
-                manifest.cells.append(cell)
+    def conclude(self) -> RuleRecord:
+        """Flush, and put the cells and rule 1's outcome, which is returned, into the manifest."""
+        manifest, problems = self._writer.manifest, self._problems
+        self._writer.flush()
+        for cell in self._cells.values():
+            cell.done = True
         if self._dropped:
             manifest.drops["gates"] = manifest.drops.get("gates", 0) + self._dropped
-        problems = self._problems
-        manifest.rules.append(
-            RuleRecord(
-                rule=1,
-                name="rows executed = gates recorded",
-                arm=self._arm.name,
-                passed=not problems,
-                detail=problems[0] if problems else f"equal in {self._steps} steps",
-                figures={"steps": float(self._steps), "differences": float(len(problems))},
-            )
+        rule = RuleRecord(
+            rule=1,
+            name="rows executed = gates recorded",
+            arm=self._arm.name,
+            passed=not problems,
+            detail=problems[0] if problems else f"equal in {self._checked} steps",
+            figures={"steps": float(self._checked), "differences": float(len(problems))},
         )
-        if problems:
-            raise RuleError(f"rule 1 (rows executed = gates recorded) does not hold: {problems[0]}")
+        manifest.rules.append(rule)
+        return rule
 
 
 @contextmanager
@@ -139,48 +143,67 @@ def record(model: PreTrainedModel, out: str | Path, arm: str = "mine") -> Iterat
     """Record every forward of `model` into the run folder `out` while the block runs.
 
     Args:
-        model: wrapped by any method (`wrap`), or unwrapped, which records it as dense.
+        model: wrapped by any method (`wrap`), or unwrapped, which records it as dense and leaves it unwrapped.
         out: the run folder, new or empty.
         arm: what the arm is called in the folder.
 
     Raises:
         InputError: the folder is taken, the architecture is not supported, or the model is being recorded already.
+        StoreError: the folder cannot be written; raised by the forward that meets it, or at the end.
         RuleError: at the end, if rows executed and gates recorded differ.
     """
-    handle = methods.handle_of(model)
-    if handle is None:
-        handle = wrap(model, "dense")
-    recorder = handle.recorder
-    if recorder.mode != "off":
-        raise InputError("this model is being recorded already; end that session first")
-    method = type(handle).__module__.rpartition(".")[2]
-    manifest = new_manifest(
-        Path(out).name, origin="session", model=_describe_model(model), arms=[describe(handle, arm, method, None)]
-    )
-    writer = RunWriter(Path(out), manifest)
-    recorder.attach(handle)
-    with closing(writer):
-        session = Session(handle, writer, arm)
-        recorder.sink, recorder.mode = session.accept, "record"
-        try:
-            yield session
-        finally:
-            recorder.detach()
-            recorder.sink = None
-        session.close()
+    check_folder(Path(out))
+    with _handle(model) as handle:
+        recorder = handle.recorder
+        if recorder.mode != "off":
+            raise InputError("this model is being recorded already; end that session first")
+        method = type(handle).__module__.removeprefix(f"{methods.__name__}.")
+        described = describe(handle, arm, method, None)
+        manifest = new_manifest(Path(out).name, origin="session", model=_describe_model(model), arms=[described])
+        writer = RunWriter(Path(out), manifest)
+        with closing(writer):
+            session = Session(handle, writer)
+            try:
+                recorder.attach(handle)
+                recorder.sink, recorder.mode = session.accept, "record"
+                yield session
+            finally:
+                recorder.detach()
+                recorder.sink = None
+                rule = session.conclude()
+            if not rule.passed:
+                raise RuleError(f"rule {rule.rule} ({rule.name}) does not hold: {rule.detail}")
+
+
+@contextmanager
+def _handle(model: PreTrainedModel) -> Iterator[methods.Method]:
+    """The model's own handle, or for the time being one of the dense method."""
+    known = methods.handle_of(model)
+    if known is not None:
+        yield known
+        return
+    handle = wrap(model, "dense")
+    try:
+        yield handle
+    finally:
+        handle.tracker._hook.remove()
+        del model.gatewise
 
 
 def _describe_model(model: PreTrainedModel) -> ModelRecord:
+    known = getattr(model, "gatewise_record", None)
+    if isinstance(known, ModelRecord):
+        return known
     config = model.config
     device = model.device
     return ModelRecord(
         source=str(getattr(config, "_name_or_path", "")) or type(model).__name__,
         architecture=type(model).__name__,
-        parameters=parameters([model]),
+        parameters=backbone_parameters(model),
         layers=int(config.num_hidden_layers),
         hidden=int(config.hidden_size),
         dtype=str(model.dtype).removeprefix("torch."),
-        device=device.type,
+        device=str(device),
         device_name=str(device),
         random_weights=False,
     )

@@ -14,9 +14,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from profiler.errors import RuleError
 from profiler.recorder import Decision, StepData
 from profiler.records import ArmRecord, signals_schema, signals_table
-from profiler.store import Rows
+from profiler.writer import Rows
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def decision_rows(data: StepData, arm: ArmRecord, place: Place) -> list[Rows]:
         )
         if decision.signals:
             key.pop("rows")
-            columns = {name: values[keep] for name, values in decision.signals.items()}
+            # A method has all of its columns; where it did not compute one (a variant without that part), it is null.
+            columns = {name: pa.array(values[keep], from_pandas=True) for name, values in decision.signals.items()}
             schema = signals_schema(list(arm.signals))
             found.append(Rows(signals_table(arm.method), place.cell, {**key, **columns}, schema))
     if data.counts:
@@ -99,7 +101,11 @@ def segment_rows(data: StepData, arm: ArmRecord, place: Place) -> list[Rows]:
 
 
 def _decision_key(data: StepData, decision: Decision, arm: ArmRecord, place: Place) -> dict[str, Any]:
-    """The key columns of one `gate` call, and `keep`, the entries that are not pads."""
+    """The key columns of one `gate` call, and `keep`, the entries that are not pads.
+
+    Raises:
+        RuleError: another number of decisions than the step has sequences or token rows.
+    """
     sequences = data.sequences
     if arm.scope == "sequence":
         requests: list[str] = list(sequences.requests)
@@ -111,7 +117,12 @@ def _decision_key(data: StepData, decision: Decision, arm: ArmRecord, place: Pla
         positions = np.concatenate([np.asarray(sequences.positions(i), dtype=np.int32) for i in range(len(sequences))])
         rows = np.ones(len(requests), dtype=np.int64)
         real = sequences.real_BT
-        keep = np.ones(decision.choice.size, dtype=bool) if real is None else real.cpu().numpy().reshape(-1)
+        keep = np.ones(len(requests), dtype=bool) if real is None else real.cpu().numpy().reshape(-1)
+    if keep.size != decision.choice.size:
+        raise RuleError(
+            f"rule 1: layer {decision.layer} {decision.site}: {decision.choice.size} decisions were recorded and the "
+            f"step has {keep.size} {'sequences' if arm.scope == 'sequence' else 'token rows, pads included'}"
+        )
     return {
         "arm": arm.name,
         "step": place.step,
@@ -136,32 +147,52 @@ def digest(data: StepData) -> bytes:
 def executed_as_decided(data: StepData, arm: ArmRecord) -> list[str]:
     """Rule 1: rows counted where they entered a branch against what the decisions say; the differences, in words.
 
-    Checked for every choice that has a product. A site that decides nothing must have run all real rows. Pads are
-    left out on both sides.
+    Checked for every choice that has a product, pads left out on both sides. Where something is decided, the
+    decisions must govern each real row once, name choices the manifest has, and come from finite gates; where
+    nothing is, every real row must have run. So it must in every choice of an arm labelled as discarding what was
+    not chosen; without that label the same rows are a difference.
     """
-    expected: dict[tuple[int, str, int], int] = defaultdict(int)
-    decided = {(decision.layer, decision.site) for decision in data.decisions}
-    for decision in data.decisions:
-        key = _decision_key(data, decision, arm, Place("", 0))
-        for choice, rows in zip(decision.choice[key["keep"]].tolist(), key["rows"].tolist(), strict=True):
-            expected[(decision.layer, decision.site, choice)] += rows
-    problems = []
-    alone = {(c.layer, c.site) for c in arm.choices} - {(c.layer, c.site) for c in arm.choices if c.index > 0}
+    known = {(c.layer, c.site, c.index) for c in arm.choices}
+    decides = {(c.layer, c.site) for c in arm.choices if c.index > 0}
+    expected, problems = _decided(data, arm, known, decides)
+    every = data.sequences.view.rows
     for choice in arm.choices:
         place = (choice.layer, choice.site)
+        # Of what belongs to no layer, and of routers, a step computes what it needs: one row a sequence, mostly.
         if choice.flops_per_row == 0 or choice.layer < 0 or choice.site == "router":
             continue
         counted = data.counts.get((*place, choice.index))
         executed = counted.rows if counted is not None else 0
-        if place in alone:
-            wanted = data.sequences.view.rows
-        elif place in decided:
-            wanted = expected[(*place, choice.index)]
-        else:
-            problems.append(f"layer {choice.layer} {choice.site}: no decision was recorded")
-            continue
+        wanted = expected[(*place, choice.index)] if place in decides and not arm.discards else every
         if executed != wanted:
             problems.append(
-                f"layer {choice.layer} {choice.site} {choice.name}: {executed} rows entered, decisions say {wanted}"
+                f"layer {choice.layer} {choice.site} {choice.name}: {executed} rows entered, "
+                + (f"all {wanted} must in an arm that discards" if arm.discards else f"decisions say {wanted}")
             )
     return problems
+
+
+def _decided(
+    data: StepData, arm: ArmRecord, known: set[tuple[int, str, int]], decides: set[tuple[int, str]]
+) -> tuple[dict[tuple[int, str, int], int], list[str]]:
+    """Rows each choice was decided for, and what is wrong with the decisions themselves."""
+    expected: dict[tuple[int, str, int], int] = defaultdict(int)
+    governed: dict[tuple[int, str], int] = dict.fromkeys(sorted(decides), 0)
+    problems = []
+    for decision in data.decisions:
+        key = _decision_key(data, decision, arm, Place("", 0))
+        chosen, finite = decision.choice[key["keep"]], np.isfinite(decision.gate[key["keep"]])
+        if not finite.all():
+            broken = key["request"][int(np.argmin(finite))]
+            problems.append(f"layer {decision.layer} {decision.site}: the gate of request {broken!r} is not finite")
+        for choice, rows in zip(chosen.tolist(), key["rows"].tolist(), strict=True):
+            expected[(decision.layer, decision.site, choice)] += rows
+        governed[decision.layer, decision.site] = governed.get((decision.layer, decision.site), 0) + sum(key["rows"])
+    problems += [f"layer {i} {site}: the manifest has no choice {c}" for i, site, c in sorted(expected.keys() - known)]
+    every = data.sequences.view.rows
+    problems += [
+        f"layer {layer} {site}: the decisions govern {rows} rows, the step has {every}"
+        for (layer, site), rows in governed.items()
+        if rows != every
+    ]
+    return expected, problems

@@ -1,10 +1,12 @@
 """Where the parts of a Hugging Face decoder are, by the names Llama- and Qwen2-style models share.
 
-Any architecture with these names works as it is; others are refused with the name that is missing.
+Any architecture with these names, and nothing beside them that holds parameters, works as it is. Others are refused
+with what is missing or unknown: a block with a further norm, experts or a sliding window would be counted wrong.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
 
 BLOCK_PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
+FFN_PARTS = ("gate_proj", "up_proj", "down_proj")
+
+#: Name under which a method hangs its own modules into a tree; what is below it is no part of the backbone.
+ADDED = "gatewise_added"
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ def decoder(model: PreTrainedModel) -> Decoder:
     """Find the parts of `model`.
 
     Raises:
-        InputError: the model is not a decoder of the supported shape; the message names what is missing.
+        InputError: the model is not a decoder of the supported shape; the message names what is missing or unknown.
     """
     name = type(model).__name__
     base = model.base_model
@@ -55,6 +61,30 @@ def decoder(model: PreTrainedModel) -> Decoder:
         missing = [part for part in BLOCK_PARTS if not hasattr(block, part)]
         if not missing:
             missing = [f"self_attn.{part}" for part in ATTENTION_PARTS if not hasattr(block.self_attn, part)]
+            missing += [f"mlp.{part}" for part in FFN_PARTS if not hasattr(block.mlp, part)]
         if missing:
             raise InputError(f"{name}: decoder layer {index} has no {', '.join(missing)}; this shape is not supported")
-    return Decoder(model, base, base.embed_tokens, blocks, base.norm, head)
+    embedding, norm = cast(nn.Module, base.embed_tokens), cast(nn.Module, base.norm)
+    found = Decoder(model, base, embedding, blocks, norm, head)
+    _refuse_unknown(found)
+    return found
+
+
+def _parts(dec: Decoder) -> Iterator[nn.Module]:
+    yield from (dec.embedding, dec.norm, dec.head)
+    for block in dec.blocks:
+        mlp = cast(nn.Module, block.mlp)
+        yield from (cast(nn.Module, getattr(block, part)) for part in BLOCK_PARTS if part != "mlp")
+        yield from (cast(nn.Module, getattr(mlp, part)) for part in FFN_PARTS)
+
+
+def _refuse_unknown(dec: Decoder) -> None:
+    name, config = type(dec.model).__name__, dec.model.config
+    known = {id(tensor) for part in _parts(dec) for tensor in part.parameters()}
+    for path, tensor in dec.model.named_parameters():
+        if id(tensor) not in known and f".{ADDED}." not in path:
+            raise InputError(f"{name}: {path} belongs to no known part of a decoder; this shape is not supported")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None) is not None):
+        window = getattr(config, "sliding_window", None)
+        raise InputError(f"{name}: only full attention is supported; this model attends a window of {window} tokens")

@@ -17,10 +17,8 @@ def head_probe(dec: Decoder) -> Probe:
 
 def first_products(block: nn.Module) -> tuple[nn.Module, nn.Module]:
     """The first product of a block's attention and of its feed-forward half."""
-    mlp = cast(nn.Module, block.mlp)
-    return cast(nn.Module, cast(nn.Module, block.self_attn).q_proj), next(
-        m for m in mlp.modules() if isinstance(m, nn.Linear)
-    )
+    attention, mlp = cast(nn.Module, block.self_attn), cast(nn.Module, block.mlp)
+    return cast(nn.Module, attention.q_proj), cast(nn.Module, mlp.gate_proj)
 
 
 def block_probes(

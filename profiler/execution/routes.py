@@ -1,4 +1,4 @@
-"""Forced routes: which layers run, decided by a rate and a seed instead of a router.
+"""Forced routes: which layers run, for a request or for each of its tokens, decided by a rate and a seed.
 
 A forced route is synthetic and is labelled so wherever it is shown. It stands for a router of a given rate
 when the question is what skipping could save, not what a trained router would choose.
@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+from functools import lru_cache
 from typing import Literal
 
-import numpy as np
+import torch
 from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from profiler.execution.hashing import uniform
+from profiler.execution.sequences import Sequences
 
 Pattern = Literal["random", "shared", "middle"]
 
@@ -36,36 +41,55 @@ class ForcedGates(BaseModel):
         """How reports name it."""
         return f"forced: {self.ratio:.0%} of layers skip, pattern {self.pattern}, seed {self.seed}"
 
-
-class Route:
-    """The layers each request runs under one `ForcedGates`, of `layers` routable layers."""
-
-    def __init__(self, gates: ForcedGates, layers: int) -> None:
-        self.gates = gates
-        self.layers = layers
-        # Half a layer rounds up: "30 % of 5" must not depend on the banker's rule.
-        self.skipped = min(layers, math.floor(gates.ratio * layers + 0.5))
-        self._known: dict[str, tuple[bool, ...]] = {}
-
-    def open_layers(self, request: str) -> tuple[bool, ...]:
+    def open_layers(self, layers: int, request: str) -> tuple[bool, ...]:
         """`[layers]`, True where the layer runs. The same request always gets the same answer, whatever its company."""
-        key = request if self.gates.pattern == "random" else ""
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._draw(key)
-        return found
+        return _draw(self, layers, request if self.pattern == "random" else "")
 
-    def _draw(self, key: str) -> tuple[bool, ...]:
-        skip = np.zeros(self.layers, dtype=bool)
-        if self.gates.pattern == "middle":
-            start = (self.layers - self.skipped) // 2
-            skip[start : start + self.skipped] = True
-        else:
-            digest = hashlib.blake2b(f"{self.gates.seed}/{key}".encode(), digest_size=8).digest()
-            generator = np.random.default_rng(int.from_bytes(digest))
-            skip[generator.permutation(self.layers)[: self.skipped]] = True
-        return tuple(bool(run) for run in ~skip)
 
-    def forget(self, request: str) -> None:
-        """Drop what is held for a finished request."""
-        self._known.pop(request, None)
+class ForcedTokens(ForcedGates):
+    """A synthetic route of single tokens.
+
+    Attributes:
+        ratio: share of the (token, routable layer) pairs that skip.
+        pattern: `random`, each pair is drawn by itself with that chance, from seed, request, position and layer;
+            `shared` and `middle`, all tokens skip the same layers, as in `ForcedGates`.
+    """
+
+    pattern: Pattern = "random"
+
+    def label(self) -> str:
+        """How reports name it."""
+        what = "(token, layer) pairs" if self.pattern == "random" else "layers"
+        return f"forced: {self.ratio:.0%} of {what} skip, pattern {self.pattern}, seed {self.seed}"
+
+    def open_rows(self, layers: int, sequences: Sequences, device: torch.device) -> Tensor:
+        """`[layers, N]` on `device`, True where the token row takes the layer, rows as they lie in the hidden states.
+
+        The same token of the same request always gets the same answer, whatever its company. Nothing at pads.
+        """
+        if self.pattern != "random":
+            open_L = torch.tensor(self.open_layers(layers, ""), device=device)
+            return open_L[:, None].expand(layers, len(sequences.row_positions(device)))
+        keys_S = torch.tensor([_request_key(self.seed, name) for name in sequences.requests], device=device)
+        keys_N = keys_S[sequences.row_owners(device)]
+        depths_L1 = torch.arange(layers, device=device)[:, None]
+        return uniform(keys_N, sequences.row_positions(device), depths_L1) >= self.ratio
+
+
+def _request_key(seed: int, request: str) -> int:
+    digest = hashlib.blake2b(f"{seed}/{request}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, signed=True)
+
+
+@lru_cache(maxsize=4096)  # asked once a layer; drawn again, and the same, if it was dropped
+def _draw(gates: ForcedGates, layers: int, key: str) -> tuple[bool, ...]:
+    # Half a layer rounds up: "30 % of 5" must not depend on the banker's rule.
+    skipped = min(layers, math.floor(gates.ratio * layers + 0.5))
+    if gates.pattern == "middle":
+        start = (layers - skipped) // 2
+        order = [*range(start, layers), *range(start)]
+    else:
+        # Layers in the order of their hashes: a draw that no version of a random generator changes.
+        order = sorted(range(layers), key=lambda i: hashlib.blake2b(f"{gates.seed}/{i}/{key}".encode()).digest())
+    closed = set(order[:skipped])
+    return tuple(layer not in closed for layer in range(layers))

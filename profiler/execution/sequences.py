@@ -9,9 +9,11 @@ Not here: what is done with the rows (`kv`, methods).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ class RowView:
     """Some rows in flight: real ones, pads computed with them, and the positions they attend.
 
     `context` is the sum over real rows of the positions attended under the causal mask (itself included);
-    `context_full` is the same if every key of the sequence were multiplied.
+    `context_full` is the same if every key of the sequence were multiplied. Pads are in neither.
     """
 
     rows: int
@@ -46,6 +48,8 @@ class Sequences:
         requests: the id of each sequence's request.
         real_BT: `[B, T]` bool, False at pads; None where nothing is padded (and when packed).
         bounds: packed only, `[S + 1]` offsets of the sequences in the row.
+        ids_T: packed only, the token ids of the row.
+        ends_S: packed only, False where the engine split a prompt and more of it is to come.
     """
 
     packed: bool
@@ -55,6 +59,8 @@ class Sequences:
     requests: list[str]
     real_BT: Tensor | None = None
     bounds: list[int] | None = None
+    ids_T: array[int] = field(default_factory=lambda: array("q"))
+    ends_S: list[bool] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.rows_S)
@@ -82,34 +88,57 @@ class Sequences:
         context_full = sum(r * (p + r) for r, p in zip(rows, past, strict=True))
         return RowView(sum(rows), pads, context, context_full)
 
-    def mean_over_real(self, hidden: Tensor) -> Tensor:
-        """Mean of `hidden` (`[B, T, d]` or `[1, T, d]`) over each sequence's real rows, in float32: `[S, d]`.
+    def mean_over_real(self, hidden: Tensor, which: Sequence[int] | None = None) -> Tensor:
+        """Mean of `hidden` (`[B, T, d]` or `[1, T, d]`) over a sequence's real rows, float32 or wider: `[S, d]`.
 
-        A sequence without a real row has mean 0.
+        A sequence without a real row has mean 0. `which` asks for some sequences of a packed row only.
         """
-        if self.bounds is not None:
-            lengths = torch.tensor(self.rows_S, device=hidden.device)
-            owner = torch.repeat_interleave(torch.arange(len(self), device=hidden.device), lengths)
-            total = hidden.new_zeros((len(self), hidden.shape[-1]), dtype=torch.promote_types(hidden.dtype, torch.float32))
-            total.index_add_(0, owner, hidden[0].to(total.dtype))
-            return total / lengths.clamp(min=1).to(total.dtype)[:, None]
         wide = torch.promote_types(hidden.dtype, torch.float32)
+        if self.bounds is not None:
+            # Slice by slice: scattered additions have no fixed order on a GPU, and most of a row may not be asked for.
+            asked = range(len(self)) if which is None else which
+            sums = [hidden[0, self.bounds[i] : self.bounds[i + 1]].sum(0, dtype=wide) for i in asked]
+            lengths = torch.tensor([max(1, self.rows_S[i]) for i in asked], device=hidden.device)
+            return torch.stack(sums) / lengths.to(wide)[:, None]
         if self.real_BT is None:
             return hidden.mean(dim=1, dtype=wide)
-        weight = self.real_BT.to(wide)
-        total = torch.einsum("btd,bt->bd", hidden.to(wide), weight)
-        return total / weight.sum(dim=1, keepdim=True).clamp(min=1)
+        real = self.real_BT.to(hidden.dtype)  # 0 and 1 are exact in every dtype
+        total = (hidden * real[:, :, None]).sum(dim=1, dtype=wide)
+        return total / self.real_BT.sum(dim=1, keepdim=True).clamp(min=1).to(wide)
 
     def positions(self, index: int) -> range:
         """Positions (0-based, pads not counted) of sequence `index`'s rows in this step."""
         past = self.past_S[index]
         return range(past, past + self.rows_S[index])
 
+    def row_owners(self, device: torch.device) -> Tensor:
+        """`[N]` index of the sequence each row belongs to, rows as they lie in the hidden states, pads included."""
+        every = torch.arange(len(self), device=device)
+        if self.packed:
+            return every.repeat_interleave(torch.tensor(self.rows_S, device=device), output_size=self.width)
+        return every.repeat_interleave(self.width)
+
+    def row_positions(self, device: torch.device) -> Tensor:
+        """`[N]` position of each row in its sequence, 0-based, pads not counted; anything at pads."""
+        past_N = torch.tensor(self.past_S, device=device)[self.row_owners(device)]
+        if self.bounds is not None:
+            starts_N = torch.tensor(self.bounds[:-1], device=device)[self.row_owners(device)]
+            return past_N + torch.arange(self.width, device=device) - starts_N
+        if self.real_BT is not None:
+            return past_N + (self.real_BT.to(device).long().cumsum(1) - 1).flatten()
+        return past_N + torch.arange(self.width, device=device).repeat(len(self))
+
+    def tokens(self, index: int) -> array[int]:
+        """Packed only: the token ids of sequence `index` in this step."""
+        assert self.bounds is not None
+        return self.ids_T[self.bounds[index] : self.bounds[index + 1]]
+
 
 class SequenceTracker:
     """Reads every forward's `Sequences` off the decoder's own inputs, by a pre-hook on the base model.
 
-    `current` is valid from the start of a forward until the next one.
+    `current` is valid from the start of a forward until the next one. A model runs one forward at a time (the
+    serving engine's runs in a thread of its own; its `pause()` lends the model to others).
     """
 
     def __init__(self, base: nn.Module) -> None:
@@ -147,10 +176,11 @@ def _padded(batch: int, width: int, past: int, mask: Any, requests: list[str]) -
         return Sequences(False, width, [width] * batch, [past] * batch, requests)
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise InputError(f"attention_mask must be 2-D [batch, past + tokens] so that pads can be told apart; got {shape}")
-    if mask.shape[1] != past + width:
+        raise InputError(f"attention_mask must be 2-D [batch, past + tokens], so that pads can be told; got {shape}")
+    if tuple(mask.shape) != (batch, past + width):
         raise InputError(
-            f"attention_mask covers {mask.shape[1]} positions; the cache holds {past} and the step adds {width}"
+            f"attention_mask has shape {tuple(mask.shape)}, but the batch has {batch} rows, the cache holds {past} "
+            f"positions and the step adds {width}"
         )
     counts = torch.stack([mask[:, past:].ne(0).sum(1), mask[:, :past].ne(0).sum(1)]).tolist()
     rows, before = [int(n) for n in counts[0]], [int(n) for n in counts[1]]
@@ -159,27 +189,60 @@ def _padded(batch: int, width: int, past: int, mask: Any, requests: list[str]) -
 
 
 def _packed(kwargs: dict[str, Any]) -> Sequences:
-    bounds = [int(n) for n in kwargs["cu_seq_lens_q"].tolist()]
-    lengths_k = kwargs["cu_seq_lens_k"]
-    if isinstance(lengths_k, dict):
-        if len(lengths_k) != 1:
-            raise InputError(f"a packed batch with {len(lengths_k)} kinds of attention layers is not supported")
-        lengths_k = next(iter(lengths_k.values()))
-    bounds_k = [int(n) for n in lengths_k.tolist()]
-    rows = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
-    keys = [b - a for a, b in zip(bounds_k, bounds_k[1:], strict=False)]
-    past = [k - r for k, r in zip(keys, rows, strict=True)]
-    return Sequences(True, bounds[-1], rows, past, _owners(kwargs, bounds), bounds=bounds)
-
-
-def _owners(kwargs: dict[str, Any], bounds: list[int]) -> list[str]:
-    """Request ids of a packed batch, read from the paged cache: who owns the block each sequence writes to."""
-    cache, write_index = kwargs.get("cache"), kwargs.get("write_index")
-    if cache is None or not hasattr(cache, "cache_allocators") or write_index is None:
-        return [f"sequence-{i}" for i in range(len(bounds) - 1)]
+    cache: Any = kwargs.get("cache")
+    kinds = kwargs.get("cu_seq_lens_k")
+    if not hasattr(cache, "cache_allocators") or not isinstance(kinds, dict):
+        raise InputError(
+            "a row of packed sequences (cu_seq_lens_q) is understood from transformers' continuous-batching engine only"
+        )
+    if len(kinds) != 1:
+        raise InputError(f"packed batches need one kind of attention layers, this model has {', '.join(kinds)}")
     if kwargs.get("block_table") is not None:
-        raise InputError("the engine's block-table decode path hides the requests; set its use of block tables off")
-    allocator = next(iter(cache.cache_allocators.values()))
-    owner = {block: request for request, blocks in allocator.block_table.items() for block in blocks}
-    first = write_index[allocator.index][torch.tensor(bounds[:-1])].tolist()
-    return [owner.get(slot // allocator.block_physical_stride, f"sequence-{i}") for i, slot in enumerate(first)]
+        raise InputError("the engine's block-table decode path hides its requests: set its max_blocks_per_request to 0")
+    bounds = [int(n) for n in kwargs["cu_seq_lens_q"].tolist()]
+    bounds_k = [int(n) for n in next(iter(kinds.values())).tolist()]
+    ids_T = array("q", kwargs["input_ids"][0].tolist())
+    if len(ids_T) != bounds[-1]:
+        raise InputError(
+            f"the engine padded {bounds[-1]} packed rows to {len(ids_T)}, as CUDA graphs and compilation need it; rows "
+            "can be counted in neither: set its use_cuda_graph to False and its default_compile_level to 0"
+        )
+    rows = [b - a for a, b in pairwise(bounds)]
+    past = [b - a - r for (a, b), r in zip(pairwise(bounds_k), rows, strict=True)]
+    return Sequences(
+        packed=True,
+        width=bounds[-1],
+        rows_S=rows,
+        past_S=past,
+        requests=_owners(cache, kwargs["write_index"], bounds),
+        bounds=bounds,
+        ids_T=ids_T,
+        ends_S=_ends(kwargs["logits_indices"], bounds, cache.max_batch_tokens),
+    )
+
+
+def _owners(cache: Any, write_index: list[Tensor], bounds: list[int]) -> list[str]:
+    """Request ids of a packed batch, read from the paged cache: who owns the block each sequence writes last.
+
+    Blocks are allocated as they are needed, so that is the last block of its owner.
+    """
+    (allocator,) = cache.cache_allocators.values()
+    owner = {blocks[-1]: request for request, blocks in allocator.block_table.items() if blocks}
+    last = write_index[allocator.index][torch.tensor(bounds[1:]) - 1].tolist()
+    return [owner[slot // allocator.block_physical_stride] for slot in last]
+
+
+def _ends(logits_indices: Tensor, bounds: list[int], budget: int) -> list[bool]:
+    """Whether each sequence's last row is one whose logits the engine asks for; it does not while a prompt goes on.
+
+    The engine fills the list up with zeros. So a first sequence of one row cannot be told from filler, and counts
+    as ended unless the engine's token budget is one row, where every prompt of two tokens is split.
+    """
+    wanted: list[int] = []
+    for index in logits_indices.tolist():
+        if wanted and index <= wanted[-1]:
+            break
+        wanted.append(index)
+    if budget == 1:
+        wanted = []
+    return [bound - 1 in wanted for bound in bounds[1:]]

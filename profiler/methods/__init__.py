@@ -10,19 +10,22 @@ tested before it has tests of its own.
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import importlib.util
 import pkgutil
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from profiler.errors import InputError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
     from profiler.execution.sequences import SequenceTracker
@@ -55,17 +58,14 @@ class Method(ABC):
     signals: ClassVar[dict[str, str]] = {}
     numeric_twin: ClassVar[str] = "dense"
 
+    tracker: SequenceTracker
+
     def __init__(self, model: PreTrainedModel, config: Any, recorder: Recorder) -> None:
+        """Prepare a handle; `wrap` is what changes the tree, so that a refused option leaves it as it was."""
         from profiler.execution.decoder import decoder
-        from profiler.execution.sequences import SequenceTracker
 
         self.model, self.config, self.recorder = model, config, recorder
         self.decoder = decoder(model)
-        self.tracker: SequenceTracker = SequenceTracker(self.decoder.base)
-        if handle_of(model) is not None:
-            raise InputError(f"this model tree is wrapped already, by {type(handle_of(model)).__name__}")
-        # Plain attribute: a user's own loop has the model in hand, not the method.
-        model.gatewise = self  # type: ignore[assignment]
 
     @classmethod
     @abstractmethod
@@ -74,8 +74,24 @@ class Method(ABC):
 
     @classmethod
     def wrap(cls, model: PreTrainedModel, config: Any, recorder: Recorder) -> Self:
-        """Change `model`'s tree in place so that it routes, and return the handle."""
-        return cls(model, config, recorder)
+        """Change `model`'s tree in place so that it routes, and return the handle, also found as `model.gatewise`.
+
+        Raises:
+            InputError: the tree is wrapped already, its architecture is not supported, or a checkpoint does not fit.
+        """
+        from profiler.execution.sequences import SequenceTracker
+
+        if handle_of(model) is not None:
+            raise InputError(f"this model tree is wrapped already, by {type(handle_of(model)).__name__}")
+        handle = cls(model, config, recorder)
+        handle.tracker = SequenceTracker(handle.decoder.base)
+        handle.install()
+        # Plain attribute: a user's own loop has the model in hand, not the method.
+        model.gatewise = handle  # type: ignore[assignment]
+        return handle
+
+    def install(self) -> None:
+        """Put the method's own parts into the tree; called once, by `wrap`."""
 
     @abstractmethod
     def force(self, how: Any | None) -> None:
@@ -102,7 +118,14 @@ class Method(ABC):
         """
 
     def release(self, request: str) -> None:
-        """Forget what is held for a finished request."""
+        """Forget what is held for a finished request of a serving engine; from any thread."""
+
+    def adapt_twin(self, twin: PreTrainedModel) -> None:
+        """Make `twin`, a tree of the numeric twin over the backbone, compute what this method must when forced open.
+
+        Tensors of the twin are replaced, never written into. Where a method adds nothing to what runs, the twin
+        is right as it is.
+        """
 
     @property
     def root(self) -> nn.Module:
@@ -120,19 +143,103 @@ class Method(ABC):
         return False
 
     @property
+    def signal_starts(self) -> dict[str, list[float]]:
+        """Signal → its value in each layer before any training.
+
+        For decision logits (above 0 the backbone's part runs) that then are the same for every input.
+        """
+        return {}
+
+    @property
+    def caveat(self) -> str | None:
+        """What a reader must know of this arm beyond `synthetic` and `untrained`, in a few words, else None."""
+        return None
+
+    @property
+    def discards(self) -> bool:
+        """Whether every choice computes all rows and what was not chosen is thrown away, so that nothing is saved."""
+        return False
+
+    @property
+    def threshold(self) -> float:
+        """Value of the gate at which a decision turns."""
+        return 0.5
+
+    @property
     def kv_policy(self) -> str | None:
         """How the cache treats what was skipped; None where nothing is."""
         return None
 
+    @classmethod
+    def caches(cls, config: Any) -> bool:
+        """Whether an arm decodes into a cache; if not, every step is given the whole sequence again."""
+        return True
+
+    @property
+    def keeps_cache(self) -> bool:
+        """`caches` of this arm."""
+        return self.caches(self.config)
+
     def kv_bytes(self, output: Any) -> tuple[int, int] | None:
-        """Cache bytes after a step, (allocated, live); None where the step left no cache of a known kind."""
+        """Cache bytes after a step, (allocated, live); None where the step left no cache of a padded batch."""
         from profiler.execution.kv import kv_bytes
 
         cache, sequences = getattr(output, "cache", None), self.tracker.current
-        if cache is None or sequences is None or sequences.packed or not hasattr(cache, "layers"):
+        if cache is None or sequences is None or sequences.packed:
             return None
         held = [past + rows for past, rows in zip(sequences.past_S, sequences.rows_S, strict=True)]
         return kv_bytes(cache, held)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What one micro-batch adds to a training step.
+
+    Attributes:
+        total: its share of the loss, differentiable; the shares of a step's micro-batches add up to the loss.
+        nll: Σ −log p over the tokens that are predicted, in nats.
+        penalty: Σ over sequences of the method's regulariser, its weight left out.
+        ran_L: `[layers]`, sequences for which each routed layer ran.
+    """
+
+    total: Tensor
+    nll: Tensor
+    penalty: Tensor
+    ran_L: Tensor
+
+
+class Trainable(Method):
+    """A method with a training objective. The loop, the data and the schedule are `profiler.train`'s.
+
+    Class attributes:
+        Objective: options of what is minimised.
+    """
+
+    Objective: ClassVar[type[MethodConfig]]
+
+    @abstractmethod
+    def trainables(self) -> dict[str, nn.Parameter]:
+        """What training changes, by a name that is the same in every tree of the method; the backbone is not in it."""
+
+    @abstractmethod
+    def start(self, seed: int) -> None:
+        """Set every trainable to the value training starts from; what is random is drawn from `seed`."""
+
+    @abstractmethod
+    def losses(self, ids_BT: Tensor, mask_BT: Tensor, objective: Any, *, tokens: int, sequences: int) -> Losses:
+        """Forward one micro-batch as training does.
+
+        Args:
+            ids_BT: token ids, right-padded.
+            mask_BT: True at real tokens.
+            objective: an `Objective`.
+            tokens: predicted tokens of the whole step, which the language-model loss is a mean over.
+            sequences: sequences of the whole step, which the regulariser is a mean over.
+        """
+
+    @abstractmethod
+    def save(self, folder: Path, dtype: Any = ..., base: str | None = None) -> None:
+        """As `Method.save`; `dtype` is what the numbers are stored as, `base` the name of the backbone."""
 
 
 def handle_of(model: nn.Module) -> Method | None:
@@ -168,8 +275,8 @@ def load(name: str) -> type[Method]:
         raise InputError(f"method {name!r} is not known; methods here: {', '.join(names())}")
     try:
         module = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        raise InputError(f"method {name!r}: {error}") from error
+    except ImportError as error:
+        raise InputError(f"method {name!r} cannot be loaded: {error}") from error
     found = [
         item
         for item in vars(module).values()
@@ -186,18 +293,49 @@ def configure(name: str, options: dict[str, Any], where: str = "") -> Any:
     Raises:
         InputError: names the option, the rule, the value, and for an unknown option the nearest known one.
     """
-    import difflib
+    return _checked(name, load(name).Config, options, where)
 
-    config_type = load(name).Config
+
+def objective(name: str, options: dict[str, Any], where: str = "") -> Any:
+    """Check `options` against the `Objective` of a method that can be trained, and return it.
+
+    Raises:
+        InputError: as `configure`, or the method has nothing to train.
+    """
+    method = load(name)
+    if not issubclass(method, Trainable):
+        raise InputError(f"method {name!r} has nothing to train")
+    return _checked(name, method.Objective, options, where)
+
+
+def _checked(name: str, config_type: type[MethodConfig], options: dict[str, Any], where: str) -> Any:
     try:
         return config_type.model_validate(options)
     except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(str(part) for part in problem["loc"])
+        # Where a value may be of several kinds, each kind complains; the one that looked deepest is the one meant.
+        problem = max(error.errors(), key=lambda problem: len(problem["loc"]))
+        keys, known = _keys(config_type, problem["loc"])
         if problem["type"] == "extra_forbidden":
             last = str(problem["loc"][-1])
-            known = list(config_type.model_fields)
             near = difflib.get_close_matches(last, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; it knows {', '.join(known) or 'none'}"
-            raise InputError(f"{where}{key}: method {name!r} has no such option{hint}") from None
-        raise InputError(f"{where}{key}: {problem['msg']} (given: {problem['input']!r})") from None
+            raise InputError(f"{where}{'.'.join([*keys, last])}: method {name!r} has no such option{hint}") from None
+        raise InputError(f"{where}{'.'.join(keys)}: {problem['msg']} (given: {problem['input']!r})") from None
+
+
+def _keys(config_type: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
+    """An error's place as the user's keys, and the options known there; pydantic's names of kinds are left out."""
+    keys, models = [], [config_type]
+    for part in loc:
+        fields = {name: field.annotation for model in models for name, field in model.model_fields.items()}
+        if part in fields:
+            keys.append(str(part))
+            models = list(_models_in(fields[str(part)]))
+    return keys, [field for model in models for field in model.model_fields]
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for member in get_args(annotation):
+        yield from _models_in(member)

@@ -7,32 +7,59 @@ Before block `i`, with `h̄_i` the mean over the sequence's real tokens of the b
 (LayerRoute §3.1.) Each sequence decides for itself, also inside a batch; a skipped block is not computed.
 Routers compute in float32 whatever the backbone's dtype (ours).
 
-KV policy `request` (ours): gates are decided once on the whole prompt and frozen for the request's decode;
-a skipped layer holds no keys or values for it. Without a cache every forward decides anew on all it is given.
+KV policy (ours; the source leaves it open), `kv_policy` of an arm:
 
-Not here yet: training, LoRA, and the `project` and `recompute` policies.
+- `request`: gates are decided once on the whole prompt and frozen for the request's decode; a skipped layer holds no
+  keys or values for it.
+- `project`: gates are decided anew each step, on the mean over all tokens so far; a skipped block still puts keys and
+  values of its input (norm, projections, rotary) into the cache. All rows pay for that, so it is a site of its own,
+  `kv`, and `block` costs the rest.
+- `recompute`: there is no cache; every step is given the whole sequence and decides anew on all of it, as the
+  released code does. The model's config says `use_cache: false`, which `generate()` follows.
+
+Without a cache every forward decides anew on all it is given, under any policy.
+
+LoRA (§3.1) on Q, K, V and O of every block is active when the block runs; `lora` says whether an arm has it.
+
+Training (§3.2, §3.3): every block is computed, the gate passes straight through,
+
+    ĝ_i = 1[σ(s_i) > 0.5] − sg(σ(s_i)) + σ(s_i)        h_{i+1} = h_i + ĝ_i·(Block_i(h_i) − h_i)
+    L = L_LM + λ·mean_i σ(s_i)                          mean over layers and sequences
+
+with the paper's whole-sequence pooling, so a gate sees the words being scored: a training loss is not a held-out
+perplexity, which gates on a prefix. The loop around it is `profiler.train`.
+
+Not here: `project` and `recompute` under a serving engine, which are refused.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from pydantic import Discriminator, Field, Tag
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from profiler.costs import block_choice, shared_choices
+from profiler.costs import block_choice, key_value_choice, shared_choices, without
 from profiler.errors import InputError, RuleError
-from profiler.execution.decoder import decoder
+from profiler.execution import lora
+from profiler.execution.blocks import cache_layer, refuse_other_attention, run_gated, run_projecting
+from profiler.execution.checkpoint_files import read_json, read_tensors
+from profiler.execution.decoder import ADDED, ATTENTION_PARTS, decoder
+from profiler.execution.gates import Gate, Gates, Held, RequestGates
 from profiler.execution.instruments import block_probes, decoder_spans, head_probe
-from profiler.execution.kv import SubsetLayer, adopt, run_subset
-from profiler.execution.routes import ForcedGates, Route
+from profiler.execution.kv import ProjectedLayer, SubsetLayer
+from profiler.execution.likelihood import token_nll
+from profiler.execution.lora import LoraOptions
+from profiler.execution.routes import ForcedGates
 from profiler.execution.sequences import Sequences
-from profiler.methods import Method, MethodConfig
+from profiler.methods import Losses, MethodConfig, Trainable
 from profiler.recorder import Probe, SpanSite
 from profiler.records import Choice
 
@@ -42,7 +69,13 @@ if TYPE_CHECKING:
     from profiler.recorder import Recorder
 
 SKIP, RUN = 0, 1
+KV_PARTS = ("k_proj", "v_proj")
 CONFIG_FILE, ROUTERS_FILE = "config.json", "routers.safetensors"
+#: Format of a checkpoint folder. 1: config.json, routers.safetensors and, with LoRA, peft's two files.
+FORMAT = 1
+#: Relative distance between two backbones' sampled weights above which they are not the same model. Rounding to
+#: bfloat16 moves it by 0.002, four-bit quantisation by about 0.1; unrelated weights are 1.4 apart.
+SAME_BACKBONE = 0.35
 
 
 class ForcedOption(MethodConfig):
@@ -51,19 +84,39 @@ class ForcedOption(MethodConfig):
     forced: ForcedGates
 
 
+def _lora_form(value: Any) -> str:
+    return "switch" if isinstance(value, bool) else "options"
+
+
+LoraOption = Annotated[
+    Annotated[bool, Tag("switch")] | Annotated[LoraOptions, Tag("options")], Discriminator(_lora_form)
+]
+
+
 class LayerRouteConfig(MethodConfig):
     """Options of an arm.
 
     Attributes:
-        checkpoint: folder written by `save`, or None for routers as training starts them.
-        kv_policy: how the cache treats skipped blocks.
+        checkpoint: folder written by `save`, or None for routers as training starts them. (`builtin` is resolved
+            before it gets here, by `profiler.checkpoints`.)
+        lora: adapters on or off; None has them where the checkpoint has them. True takes the checkpoint's size, or
+            the default without one. False with a checkpoint that has them runs its routers on a backbone they
+            were not trained on (`caveat` says so).
+        kv_policy: how the cache treats skipped blocks, and so when gates are decided; see the module docstring.
         gates: `router` decides; `open` runs every block; `{forced: {ratio, seed, pattern}}` is a synthetic route.
             The router is evaluated under every setting, so that its time is always in.
     """
 
     checkpoint: str | None = None
-    kv_policy: Literal["request"] = "request"
+    lora: LoraOption | None = None
+    kv_policy: Literal["request", "project", "recompute"] = "request"
     gates: Literal["router", "open"] | ForcedOption = "router"
+
+
+class LayerRouteObjective(MethodConfig):
+    """What training minimises; `gate_weight` is λ of §3.3."""
+
+    gate_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
 
 
 def start_bias(layers: int) -> list[float]:
@@ -80,32 +133,87 @@ def decide(logit: Tensor) -> tuple[Tensor, Tensor]:
     return torch.sigmoid(logit), (logit > 0).to(torch.int16)
 
 
-class LayerRoute(Method):
+def straight_through(logit: Tensor) -> Tensor:
+    """ĝ of §3.2: the hard choice in the forward pass, σ's gradient in the backward one. `[S]` → `[S]`."""
+    sigma, choice = decide(logit)
+    return choice.to(sigma.dtype) + (sigma - sigma.detach())  # in this order the forward value is exactly 0 or 1
+
+
+def adapters_of(config: LayerRouteConfig) -> LoraOptions | None:
+    """The adapters an arm has: what its `lora` option says, held against what its checkpoint has.
+
+    Raises:
+        InputError: the checkpoint has none, or others than asked for.
+    """
+    if config.lora is False:
+        return None
+    saved: LoraOptions | None = None
+    if config.checkpoint is not None:
+        folder = Path(config.checkpoint)
+        saved = lora.read_options(folder) if read_json(folder, CONFIG_FILE).get("lora") else None
+        if config.lora is not None and saved is None:
+            raise InputError(f"checkpoint {folder}: it was trained without LoRA, and the arm asks for it")
+    if isinstance(config.lora, LoraOptions):
+        if saved is not None and (saved.rank, saved.alpha) != (config.lora.rank, config.lora.alpha):
+            raise InputError(
+                f"checkpoint {config.checkpoint}: its LoRA has rank {saved.rank} and alpha {saved.alpha:g}, the arm "
+                f"asks for rank {config.lora.rank} and alpha {config.lora.alpha:g}"
+            )
+        return config.lora
+    return saved or (LoraOptions() if config.lora else None)
+
+
+class LayerRoute(Trainable):
     """Per-sequence block skipping on a Llama- or Qwen2-style decoder."""
 
     Config = LayerRouteConfig
+    Objective = LayerRouteObjective
     scope = "sequence"
     sites = ("block",)
-    signals = {"logit": "s_i, the router's output before σ"}
+    signals: ClassVar = {"logit": "s_i, the router's output before σ"}
 
     def __init__(self, model: PreTrainedModel, config: LayerRouteConfig, recorder: Recorder) -> None:
         super().__init__(model, config, recorder)
         layers = len(self.decoder.blocks)
+        if config.kv_policy == "project":
+            refuse_other_attention(self.decoder)
+        self.lora = adapters_of(config)
+        if self.lora is not None:
+            lora.add_adapters(self.decoder, self.lora)
+        self.config = config.model_copy(update={"lora": self.lora or False})
+        #: s_i of the forward in training, `[S]` a layer; None outside training.
+        self._logits: list[Tensor] | None = None
         self.routers = [self._new_router(bias) for bias in start_bias(layers)]
-        self._route: Route | Literal["open", "closed"] | None = None
-        self._frozen: dict[str, dict[int, tuple[bool, float, float]]] = {}
-        for layer, (block, router) in enumerate(zip(self.decoder.blocks, self.routers, strict=True)):
-            block.router = router
-            self._gate_block(block, layer)
+        self._trained = False
+        self._route: ForcedGates | Literal["open", "closed"] | None = None
+        self._requests = RequestGates()
+        self._held_S: list[Held] = []
         if config.checkpoint is not None:
-            self.restore(Path(config.checkpoint))
+            try:
+                self.restore(Path(config.checkpoint))
+            except InputError:
+                if self.lora is not None:
+                    lora.remove_adapters(self.decoder)
+                raise
         gates = config.gates
         self.force(gates.forced if isinstance(gates, ForcedOption) else "open" if gates == "open" else None)
+
+    def install(self) -> None:
+        if not self.keeps_cache:
+            self.model.config.use_cache = False
+            if self.model.generation_config is not None:
+                self.model.generation_config.use_cache = False
+        for layer, (block, router) in enumerate(zip(self.decoder.blocks, self.routers, strict=True)):
+            block.add_module(ADDED, router)  # so that it moves with the model and is found among its parameters
+            # A partial of bound methods: a deep copy of the tree is then wrapped by a deep copy of this handle.
+            block.forward = partial(self._forward, layer, block.forward)
 
     def _new_router(self, bias: float) -> nn.Linear:
         # w = 0 (ours): pooled norms reach about 1,000, so a random w would decide before training does.
         device = next(self.model.parameters()).device
-        router = nn.Linear(self.decoder.hidden_size, 1, device=device, dtype=torch.float32)
+        size = self.decoder.hidden_size
+        # skip_init: nn.Linear would draw from the caller's random state what is overwritten here.
+        router = cast(nn.Linear, nn.utils.skip_init(nn.Linear, size, 1, device=device, dtype=torch.float32))
         nn.init.zeros_(router.weight)
         nn.init.constant_(router.bias, bias)
         return router
@@ -114,7 +222,8 @@ class LayerRoute(Method):
 
     @classmethod
     def choices(cls, model: PreTrainedModel, config: LayerRouteConfig) -> list[Choice]:
-        dec = decoder(model)
+        dec = lora.without_adapters(decoder(model))
+        adapters = adapters_of(config)
         found = shared_choices(dec)
         d = dec.hidden_size
         for layer in range(len(dec.blocks)):
@@ -124,165 +233,315 @@ class LayerRoute(Method):
                     overhead_parameters=d + 1, flops_per_row=2 * d, weight_bytes=4 * (d + 1),
                 ),
                 Choice(layer=layer, site="block", index=SKIP, name="skip", segments=["attention", "ffn"]),
-                block_choice(dec, layer, index=RUN),
             ]  # fmt: skip
+            block, run = dec.blocks[layer], block_choice(dec, layer, index=RUN)
+            if config.kv_policy == "project":
+                kv = key_value_choice(dec, layer)
+                found.append(_with_adapters(without(run, kv), block, adapters, set(ATTENTION_PARTS) - {*KV_PARTS}))
+                found.append(_with_adapters(kv, block, adapters, KV_PARTS))
+            else:
+                found.append(_with_adapters(run, block, adapters))
         return found
 
     def force(self, how: Any | None) -> None:
-        """Bypass the router's decision: `"open"`, `"closed"`, a `ForcedGates`, or None to let it decide."""
-        if isinstance(how, ForcedGates):
-            self._route = Route(how, len(self.routers))
-        elif how in ("open", "closed", None):
-            self._route = how
-        else:
+        """Bypass the router's decision: `"open"`, `"closed"`, a `ForcedGates`, or None to let it decide.
+
+        For requests to come: a padded request's gates are in its cache, and a serving engine must be idle.
+        """
+        if not isinstance(how, ForcedGates) and how not in ("open", "closed", None):
             raise InputError(f"cannot force gates to {how!r}")
+        self._route = how
+        self._requests.clear()
 
     def release(self, request: str) -> None:
-        self._frozen.pop(request, None)
-        if isinstance(self._route, Route):
-            self._route.forget(request)
+        self._requests.release(request)
 
     @property
     def synthetic(self) -> str | None:
-        if isinstance(self._route, Route):
-            return self._route.gates.label()
+        if isinstance(self._route, ForcedGates):
+            return self._route.label()
         return None if self._route is None else f"forced: every gate {self._route}"
 
     @property
     def untrained(self) -> bool:
-        return self.config.checkpoint is None and self._route is None
+        return not self._trained and self._route is None
+
+    @property
+    def signal_starts(self) -> dict[str, list[float]]:
+        return {"logit": start_bias(len(self.routers))}  # with w = 0 the bias is the logit, whatever the input
 
     @property
     def kv_policy(self) -> str:
-        return self.config.kv_policy
+        return str(self.config.kv_policy)
+
+    @classmethod
+    def caches(cls, config: LayerRouteConfig) -> bool:
+        return config.kv_policy != "recompute"
+
+    def kv_bytes(self, output: Any) -> tuple[int, int] | None:
+        return super().kv_bytes(output) if self.keeps_cache else (0, 0)
 
     def probes(self) -> list[Probe]:
-        routers = [Probe(i, "router", 0, router, whole=True) for i, router in enumerate(self.routers)]
-        return [head_probe(self.decoder), *routers, *block_probes(self.decoder, attention=("block", RUN))]
+        found = [Probe(i, "router", 0, router, whole=True) for i, router in enumerate(self.routers)]
+        if self.config.kv_policy == "project":
+            attention = [cast(nn.Module, block.self_attn) for block in self.decoder.blocks]
+            found += [Probe(i, "kv", 0, cast(nn.Module, each.k_proj)) for i, each in enumerate(attention)]
+        return [head_probe(self.decoder), *found, *block_probes(self.decoder, attention=("block", RUN))]
 
     def spans(self) -> list[SpanSite]:
         return decoder_spans(self.decoder)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, dtype: torch.dtype = torch.float32, base: str | None = None) -> None:
+        """Write routers and adapters.
+
+        Args:
+            folder: made if need be.
+            dtype: what the numbers are stored as; `restore` computes in float32 in any case.
+            base: name of the backbone, for readers of the files.
+
+        Raises:
+            RuleError: a value is not finite, or too large for `dtype`.
+        """
+        for name, tensor in self.trainables().items():
+            if not bool(torch.isfinite(tensor.to(dtype)).all()):
+                raise RuleError(f"{name} holds values that {dtype} cannot hold; nothing was saved")
         folder.mkdir(parents=True, exist_ok=True)
-        facts = {"method": "layerroute", "layers": len(self.routers), "hidden_size": self.decoder.hidden_size}
-        (folder / CONFIG_FILE).write_text(json.dumps(facts, indent=1) + "\n")
-        save_file(
-            {
-                f"{i}.{name}": tensor.detach().clone()
-                for i, router in enumerate(self.routers)
-                for name, tensor in router.named_parameters()
-            },
-            folder / ROUTERS_FILE,
-        )
+        routers = {
+            f"{i}.{name}": tensor.detach().to("cpu", dtype).clone()
+            for i, router in enumerate(self.routers)
+            for name, tensor in router.named_parameters()
+        }
+        facts = {
+            "format": FORMAT, **self._facts(), "base": base, "lora": self.lora is not None,
+            "base_sample": [round(value, 6) for value in lora.sample(self.decoder).tolist()],
+        }  # fmt: skip
+        (folder / CONFIG_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        save_file(routers, folder / ROUTERS_FILE)
+        if self.lora is not None:
+            lora.save(self.decoder, self.lora, folder, dtype, base)
 
     def restore(self, folder: Path) -> None:
-        try:
-            facts = json.loads((folder / CONFIG_FILE).read_text())
-            tensors = load_file(folder / ROUTERS_FILE)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise InputError(f"checkpoint {folder}: cannot be read: {error}") from error
-        mine = {"method": "layerroute", "layers": len(self.routers), "hidden_size": self.decoder.hidden_size}
-        for key, value in mine.items():
+        facts = read_json(folder, CONFIG_FILE)
+        self._refuse_another_base(folder, facts)
+        shapes = {f"{i}.{n}": tuple(p.shape) for i, r in enumerate(self.routers) for n, p in r.named_parameters()}
+        tensors = read_tensors(folder, ROUTERS_FILE, shapes)
+        if self.lora is not None:
+            lora.restore(self.decoder, folder)
+        with torch.no_grad():
+            for i, router in enumerate(self.routers):
+                for name, parameter in router.named_parameters():
+                    parameter.copy_(tensors[f"{i}.{name}"])
+        self._trained = True
+        self._requests.clear()
+
+    def _facts(self) -> dict[str, Any]:
+        """What a checkpoint and a model must agree on."""
+        config = self.model.config
+        return {
+            "method": "layerroute",
+            "architecture": type(self.model).__name__,
+            "layers": len(self.routers),
+            "hidden_size": self.decoder.hidden_size,
+            "attention_heads": int(config.num_attention_heads),
+            "key_value_heads": int(config.num_key_value_heads),
+        }
+
+    def _refuse_another_base(self, folder: Path, facts: dict[str, Any]) -> None:
+        if facts.get("format") != FORMAT:
+            raise InputError(f"checkpoint {folder}: its format is {facts.get('format')!r}, this version reads {FORMAT}")
+        for key, value in self._facts().items():
             if facts.get(key) != value:
                 raise InputError(f"checkpoint {folder}: its {key} is {facts.get(key)!r}, this model's is {value!r}")
-        expected = {f"{i}.{name}" for i in range(len(self.routers)) for name in ("weight", "bias")}
-        if set(tensors) != expected:
-            missing, extra = sorted(expected - set(tensors)), sorted(set(tensors) - expected)
-            raise InputError(f"checkpoint {folder}: missing tensors {missing[:3]}, unexpected tensors {extra[:3]}")
-        for i, router in enumerate(self.routers):
-            for name, parameter in router.named_parameters():
-                found = tensors[f"{i}.{name}"]
-                if found.shape != parameter.shape:
-                    raise InputError(
-                        f"checkpoint {folder}: {i}.{name} has shape {list(found.shape)}, "
-                        f"this model needs {list(parameter.shape)}"
-                    )
-                if not bool(torch.isfinite(found).all()):
-                    raise InputError(f"checkpoint {folder}: {i}.{name} holds values that are not finite")
-                with torch.no_grad():
-                    parameter.copy_(found)
+        listed, mine = facts.get("base_sample"), lora.sample(self.decoder)
+        if not isinstance(listed, list) or [type(value) for value in listed] != [float] * len(mine):
+            raise InputError(f"checkpoint {folder}: {CONFIG_FILE} must hold a base_sample of {len(mine)} numbers")
+        theirs = torch.tensor(listed)
+        distance = float((theirs - mine).norm() / theirs.norm().clamp(min=1e-12))
+        if not distance <= SAME_BACKBONE:
+            raise InputError(
+                f"checkpoint {folder}: it was trained on {facts.get('base') or 'another backbone'}; this model has its "
+                f"shape and other weights (sampled weights differ by {distance:.0%}, at most {SAME_BACKBONE:.0%})"
+            )
+
+    def adapt_twin(self, twin: PreTrainedModel) -> None:
+        if self.lora is not None:
+            lora.merge_into(self.decoder, decoder(twin))
+
+    @property
+    def caveat(self) -> str | None:
+        if self.lora is not None or self.config.checkpoint is None:
+            return None
+        trained_with = read_json(Path(self.config.checkpoint), CONFIG_FILE).get("lora")
+        return "routers trained with LoRA, run without it" if trained_with else None
+
+    # -- training ---------------------------------------------------------------------------------
+
+    def trainables(self) -> dict[str, nn.Parameter]:
+        routers = {f"{i}.{n}": p for i, router in enumerate(self.routers) for n, p in router.named_parameters()}
+        return routers | (lora.adapter_parameters(self.decoder) if self.lora is not None else {})
+
+    def start(self, seed: int) -> None:
+        for router, bias in zip(self.routers, start_bias(len(self.routers)), strict=True):
+            nn.init.zeros_(router.weight)
+            nn.init.constant_(router.bias, bias)
+        if self.lora is not None:
+            lora.reset(self.decoder, seed)
+
+    def losses(self, ids_BT: Tensor, mask_BT: Tensor, objective: Any, *, tokens: int, sequences: int) -> Losses:
+        if self._route is not None:
+            raise InputError("training needs gates: router, since a forced route leaves its router nothing to learn")
+        self._logits = []
+        try:
+            logits_BTV = self.model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).logits
+            sigma_LS = torch.sigmoid(torch.stack(self._logits))
+            ran_L = (torch.stack(self._logits) > 0).sum(1)
+        finally:
+            self._logits = None
+        nll = token_nll(logits_BTV, ids_BT, mask_BT).sum()
+        penalty = sigma_LS.mean(0).sum()
+        total = nll / tokens + objective.gate_weight * penalty / sequences
+        return Losses(total, nll.detach(), penalty.detach(), ran_L)
+
+    def _soft_forward(self, layer: int, run_block: Any, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """One block in training: computed for every sequence, its effect scaled by ĝ."""
+        assert self._logits is not None
+        router = self.routers[layer]
+        pooled_Sd = cast(Sequences, self.tracker.current).mean_over_real(hidden)
+        logit_S = router(pooled_Sd.to(router.weight.dtype))[:, 0]
+        self._logits.append(logit_S)
+        # Summed in float32 and rounded once: in bfloat16, h + (Block(h) − h) would not give Block(h) back.
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        gate_S11 = straight_through(logit_S)[:, None, None].to(wide)
+        before, after = hidden.to(wide), cast(Tensor, run_block(hidden, **kwargs)).to(wide)
+        return (before + gate_S11 * (after - before)).to(hidden.dtype)
 
     # -- one block --------------------------------------------------------------------------------
 
-    def _gate_block(self, block: nn.Module, layer: int) -> None:
-        run_block = block.forward
-
-        def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
-            return self._forward(layer, run_block, hidden_states, kwargs)
-
-        block.forward = forward
-
-    def _forward(self, layer: int, run_block: Any, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        sequences = cast(Sequences, self.tracker.current)
-        with self.recorder.span("router", layer):
-            kept = self._cache_layer(kwargs.get("cache"), layer, sequences)
-            open_S, values_S2 = self._gates(layer, hidden, sequences, kept)
-            if kept is not None and kept.ran_B is None:
-                kept.settle(open_S, values_S2)
-            if self.recorder.recording:
-                choice = torch.tensor(open_S, dtype=torch.int16)
-                self.recorder.gate(layer, "block", choice, values_S2[:, 0], logit=values_S2[:, 1])
-        chosen = [i for i, run in enumerate(open_S) if run]
-        if len(chosen) == len(open_S):
-            hidden = run_block(hidden, **kwargs)
-        elif chosen:
-            with self.recorder.span("dispatch", layer), self.recorder.executing(sequences.view_of(chosen)):
-                hidden = run_subset(run_block, hidden, kwargs, sequences, chosen)
+    def _forward(self, layer: int, run_block: Callable[..., Tensor], hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        if self._logits is not None:
+            return self._soft_forward(layer, run_block, hidden_states, kwargs)
+        hidden, recorder = hidden_states, self.recorder
+        sequences, cache = cast(Sequences, self.tracker.current), kwargs.get("cache")
+        kept: SubsetLayer | None = None
+        projected: ProjectedLayer | None = None
+        with recorder.span("router", layer):
+            if self.config.kv_policy != "request":
+                self._refuse_what_the_policy_cannot(sequences, cache)
+            if sequences.packed:
+                gates = self._packed_gates(layer, hidden, sequences, cache)
+            elif cache is None:
+                gates = self._decide(layer, hidden, sequences)
+            elif self.config.kv_policy == "project":
+                projected = cache_layer(cache, layer, len(self.routers), ProjectedLayer)
+                gates = self._running_gates(layer, hidden, sequences, projected)
+            else:
+                kept = cache_layer(cache, layer, len(self.routers))
+                gates = self._kept_gates(layer, hidden, sequences, kept)
+            if recorder.recording:
+                choice, value, logit = gates.columns(hidden.device)
+                recorder.gate(layer, "block", choice, value, logit=logit)
+        if self.config.kv_policy == "project":
+            block = self.decoder.blocks[layer]
+            return run_projecting(block, run_block, hidden, kwargs, sequences, gates, recorder, layer, projected)
+        hidden = run_gated(run_block, hidden, kwargs, sequences, gates, recorder, layer)
         if kept is not None:
             kept.advance(sequences.width)
         return hidden
 
-    def _cache_layer(self, cache: Any, layer: int, sequences: Sequences) -> SubsetLayer | None:
-        if cache is None or sequences.packed:
-            return None
-        if layer >= len(cache.layers) or type(cache.layers[layer]) is not SubsetLayer:
-            adopt(cache, len(self.routers))
-        return cast(SubsetLayer, cache.layers[layer])
+    def _kept_gates(self, layer: int, hidden: Tensor, sequences: Sequences, kept: SubsetLayer) -> Gates:
+        """Gates of a padded batch: decided on the prompt, then those its cache holds."""
+        gates = kept.gates
+        if gates is None:
+            gates = self._decide(layer, hidden, sequences)
+            kept.settle(gates, sequences.width)
+        else:
+            _refuse_another_batch(gates, sequences, kept.sealed)
+        return gates
 
-    def _gates(
-        self, layer: int, hidden: Tensor, sequences: Sequences, kept: SubsetLayer | None
-    ) -> tuple[list[bool], Tensor]:
-        """Who runs, and `[S, 2]` gate values and logits: frozen ones where the request has them, else decided now."""
-        if kept is not None and kept.ran_B is not None:
-            assert kept.gate_B is not None
-            if len(kept.ran_B) != len(sequences):
-                raise InputError(f"the cache holds {len(kept.ran_B)} sequences, this step has {len(sequences)}")
-            return list(kept.ran_B), kept.gate_B
+    def _running_gates(self, layer: int, hidden: Tensor, sequences: Sequences, kept: ProjectedLayer) -> Gates:
+        """Gates of a padded batch, on the mean over all tokens so far; a sealed cache goes on with those it holds."""
+        now = kept.now
+        if now is not None:
+            _refuse_another_batch(now.gates, sequences, kept.sealed)
+        if now is not None and kept.sealed:
+            mean_Bd, gates = now.mean_Bd, now.gates
+        else:
+            mean_Bd = kept.running_mean(hidden, sequences)
+            gates = self._ask(layer, mean_Bd, sequences.requests)
+        kept.settle(mean_Bd, gates, sequences.width)
+        return gates
+
+    def _refuse_what_the_policy_cannot(self, sequences: Sequences, cache: Any) -> None:
         if sequences.packed:
-            return self._packed_gates(layer, hidden, sequences)
-        return self._decide(layer, hidden, sequences)
+            raise InputError(
+                f"kv_policy {self.config.kv_policy} is not offered under a serving engine; serve with kv_policy request"
+            )
+        if not self.keeps_cache and cache is not None:
+            raise InputError(
+                "kv_policy recompute keeps no cache: call the model with use_cache=False, and in every step with the "
+                "whole sequence"
+            )
 
-    def _decide(self, layer: int, hidden: Tensor, sequences: Sequences) -> tuple[list[bool], Tensor]:
+    def _packed_gates(self, layer: int, hidden: Tensor, sequences: Sequences, cache: Any) -> Gates:
+        """Gates of a packed batch: decided on a request's prompt, then those held for it."""
+        if layer == 0:
+            self._held_S = self._requests.admit(sequences, cache)
+        held_S = self._held_S
+        new = [i for i, held in enumerate(held_S) if len(held.gates) == layer]
+        if new:
+            for i, gate in zip(new, self._decide(layer, hidden, sequences, new).of_S, strict=True):
+                held_S[i].gates.append(gate)
+        return Gates(tuple(held.gates[layer] for held in held_S))
+
+    def _decide(self, layer: int, hidden: Tensor, sequences: Sequences, which: Sequence[int] | None = None) -> Gates:
+        """Gates of sequences `which` (default: all) from the mean of their input in this step."""
+        which = range(len(sequences)) if which is None else which
+        return self._ask(layer, sequences.mean_over_real(hidden, which), [sequences.requests[i] for i in which])
+
+    def _ask(self, layer: int, mean_Sd: Tensor, requests: list[str]) -> Gates:
+        """Gates of `requests` from the means of their input. The one wait for the device."""
         router = self.routers[layer]
-        logit = router(sequences.mean_over_real(hidden).to(router.weight.dtype))[:, 0]
-        gate, choice = decide(logit)
-        values = logit.tolist()
-        if not all(math.isfinite(value) for value in values):
-            broken = [sequences.requests[i] for i, value in enumerate(values) if not math.isfinite(value)]
-            raise RuleError(f"layer {layer}: the router's logit is not finite for request {broken[0]!r}")
-        values_S2 = torch.stack([gate, logit], dim=1)
-        if self._route is None:
-            return [bool(c) for c in choice.tolist()], values_S2
-        if isinstance(self._route, Route):
-            return [self._route.open_layers(request)[layer] for request in sequences.requests], values_S2
-        return [self._route == "open"] * len(sequences), values_S2
-
-    def _packed_gates(self, layer: int, hidden: Tensor, sequences: Sequences) -> tuple[list[bool], Tensor]:
-        """Gates of a packed batch, kept by request id; they survive the engine's re-prefill of a request."""
-        frozen = [self._frozen.get(request, {}).get(layer) for request in sequences.requests]
-        for i, found in enumerate(frozen):
-            if sequences.past_S[i] and (found is None or sequences.rows_S[i] > 1):
+        logit_S = router(mean_Sd.to(router.weight.dtype))[:, 0]
+        values, logits = torch.stack([torch.sigmoid(logit_S), logit_S]).tolist()
+        for request, logit in zip(requests, logits, strict=True):
+            if not math.isfinite(logit):
                 raise InputError(
-                    f"request {sequences.requests[i]!r} reached layer {layer} with {sequences.past_S[i]} tokens in the "
-                    f"cache and {sequences.rows_S[i]} more to prefill: its prompt was split. Sequence gates need the "
-                    "whole prompt; set the engine's token budget above the longest prompt"
+                    f"layer {layer}: the router's logit is {logit} for request {request!r}; it must be finite"
                 )
-        if any(found is None for found in frozen):
-            open_S, values_S2 = self._decide(layer, hidden, sequences)
-            for i, (run, (gate, logit)) in enumerate(zip(open_S, values_S2.tolist(), strict=True)):
-                if frozen[i] is None:
-                    frozen[i] = self._frozen.setdefault(sequences.requests[i], {}).setdefault(layer, (run, gate, logit))
-        complete = cast("list[tuple[bool, float, float]]", frozen)
-        values_S2 = torch.tensor([(gate, logit) for _, gate, logit in complete], device=hidden.device)
-        return [run for run, _, _ in complete], values_S2
+        return Gates(tuple(map(Gate, self._runs(layer, requests, logits), values, logits)))
+
+    def _runs(self, layer: int, requests: list[str], logits: list[float]) -> list[bool]:
+        if self._route is None:
+            return [logit > 0 for logit in logits]
+        if isinstance(self._route, ForcedGates):
+            return [self._route.open_layers(len(self.routers), request)[layer] for request in requests]
+        return [self._route == "open"] * len(requests)
+
+
+def _refuse_another_batch(gates: Gates, sequences: Sequences, sealed: bool) -> None:
+    """Refuse a step that does not go on with the sequences a cache holds `gates` for."""
+    if len(gates) != len(sequences):
+        raise InputError(f"the cache holds {len(gates)} sequences, this step has {len(sequences)}")
+    if sequences.width > 1 and not sealed:
+        raise InputError(
+            f"the cache holds a prompt whose gates are decided, and this step adds {sequences.width} tokens. "
+            "Sequence gates need the whole prompt at once: do not split it (prefill_chunk_size), and give a longer "
+            "prompt an empty cache"
+        )
+
+
+def _with_adapters(
+    run: Choice, block: nn.Module, adapters: LoraOptions | None, parts: Iterable[str] = ATTENTION_PARTS
+) -> Choice:
+    """The cost of running a block, or these projections of it, adapters charged to the method."""
+    if adapters is None:
+        return run
+    count = sum(a * b for a, b in lora.adapter_shapes(block, adapters.rank, parts))
+    wide = torch.promote_types(next(block.parameters()).dtype, torch.float32)
+    return run.model_copy(
+        update={
+            "overhead_parameters": run.overhead_parameters + count,
+            "flops_per_row": run.flops_per_row + 2 * count,
+            "weight_bytes": run.weight_bytes + wide.itemsize * count,
+        }
+    )

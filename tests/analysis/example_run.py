@@ -25,7 +25,7 @@ from profiler.records import (
     signals_schema,
     signals_table,
 )
-from profiler.store import RunWriter
+from profiler.writer import RunWriter
 
 HIDDEN, VOCABULARY, LAYERS, LENGTH, NEW_TOKENS = 64, 1000, 4, 32, 4
 ATTENTION_PARAMETERS = 64 * 64 * 2 + 64 * 32 * 2 + 64  # q, o; k, v; norm = 12,352

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from analysis.ladder import warnings_of_arm
 from analysis.overview import (
     BROKEN,
     CATALOGUE_COLUMNS,
@@ -16,6 +17,7 @@ from analysis.overview import (
     labels,
     overview,
 )
+from analysis.wording import arm_names
 from profiler.records import ArmRecord, RuleRecord
 from profiler.store import Run
 from tests.analysis.example_run import write_example_run
@@ -68,6 +70,13 @@ def test_labels_of_everything_that_can_be_wrong(tmp_path: Path) -> None:
     assert found[0] == "random weights: model tiny has learned nothing, and its routes show nothing"
     assert any(label.startswith("contention detected. Contended: other processes used 38.0%") for label in found)
     assert found[-1] == "text withheld: the spec keeps no prompt or output text"
+
+
+def test_an_arm_that_computes_everything_is_labelled_wherever_it_stands(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [ArmRecord(name="toy", method="any", discards=True)], {})
+    assert labels(run) == ["masked execution in arm toy: every choice computes all rows, so nothing is saved"]
+    assert arm_names(run.manifest) == {"toy": "toy (masked execution)"}
+    assert warnings_of_arm(run, run.manifest.arms[0]) == ["masked execution"]
 
 
 def test_broken_rules_drops_and_sessions_are_labels(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from profiler.records import ArmRecord, CellRecord, Manifest
-from profiler.store import Run, RunWriter
+from profiler.store import Run
+from profiler.writer import RunWriter
 
 CELL = CellRecord(name="cell", phase="prefill", batch=1, length=4, done=True)
 

@@ -21,7 +21,8 @@ from profiler import kineto
 from profiler.errors import InputError
 from profiler.kineto import kernel_rows, read_trace
 from profiler.records import TABLES, Manifest
-from profiler.store import Run, RunWriter
+from profiler.store import Run
+from profiler.writer import RunWriter
 
 REAL = Path(__file__).parents[2] / ".." / "shared" / "data" / "kineto"
 needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="the shared traces are not here")

@@ -23,8 +23,8 @@ import pytest
 from profiler import viewer
 from profiler.errors import InputError, StoreError
 from profiler.records import Manifest
-from profiler.store import RunWriter
 from profiler.viewer import open_trace, trace_files
+from profiler.writer import RunWriter
 
 
 def make_run(folder: Path, traces: list[str]) -> Path:

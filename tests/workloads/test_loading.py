@@ -22,6 +22,9 @@ GOOD: dict[str, Any] = {
 }
 
 
+BUILTIN = ["aa", "batch-sweep", "layerroute-baselines", "prefill-512", "quickstart", "tiny"]
+
+
 def changed(**changes: Any) -> dict[str, Any]:
     return {**GOOD, **changes}
 
@@ -40,7 +43,7 @@ def refusal(source: Any, *overrides: str) -> str:
 
 
 def test_the_built_in_specs_load_and_say_where_their_schema_is() -> None:
-    assert sorted(builtin_specs()) == ["aa", "batch-sweep", "prefill-512", "quickstart", "tiny"]
+    assert sorted(builtin_specs()) == BUILTIN
     for name, path in builtin_specs().items():
         assert load(name).name == name == path.stem
         assert path.read_text().startswith("# yaml-language-server: $schema=../spec.schema.json\n")
@@ -103,6 +106,24 @@ def test_a_prompt_path_starts_at_the_file_that_names_it(tmp_path: Path, monkeypa
     assert load("tiny", ["prompts.source=~/p.jsonl"]).prompts.source == str(tmp_path / "p.jsonl")
 
 
+def test_a_quality_path_starts_where_a_prompt_path_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, elsewhere = tmp_path / "specs", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    source = written(folder, changed(prompts={"source": "p.jsonl"}, quality={"source": "held-out.jsonl"}))
+    monkeypatch.chdir(elsewhere)
+
+    def paths(*overrides: str) -> tuple[str, str]:
+        found = load(source, overrides)
+        assert found.quality is not None
+        return found.prompts.source, found.quality.source
+
+    assert paths() == (str(folder / "p.jsonl"), str(folder / "held-out.jsonl"))
+    assert paths("quality.source=q.jsonl") == (str(folder / "p.jsonl"), str(elsewhere / "q.jsonl"))
+    assert paths("prompts.source=q.jsonl") == (str(elsewhere / "q.jsonl"), str(folder / "held-out.jsonl"))
+    assert paths("quality.source=builtin") == (str(folder / "p.jsonl"), "builtin")
+
+
 def test_overrides_change_one_place_each_in_order(tmp_path: Path) -> None:
     spec = load(
         written(tmp_path, GOOD),
@@ -151,16 +172,20 @@ TWO_DENSE = [{"name": "a", "method": "dense"}, {"name": "b", "method": "dense"}]
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (changed(modle={}), ["modle: unknown key; the nearest known is 'model'"]),
-    (changed(zzz=1), ["zzz: unknown key; known here: name, model, arms, prompts, cells, measure, trace, privacy"]),
-    *[
-        (changed(**{key: {}}), [f"{key}: is not part of this version"])
-        for key in ("serve", "parallel", "quality", "seeds")
-    ],
+    (
+        changed(zzz=1),
+        ["zzz: unknown key; known here: name, model, arms, prompts, cells, measure, trace, quality, privacy"],
+    ),
+    *[(changed(**{key: {}}), [f"{key}: is not part of this version"]) for key in ("serve", "parallel", "seeds")],
     (changed(model={"source": "tiny", "dtyp": 1}), ["model.dtyp: unknown key; the nearest known is 'dtype'"]),
     (
         changed(model={"source": "tiny", "dtype": "float31"}),
         ["model.dtype", "float32, bfloat16, float16, float64", "'float31' was given"],
     ),
+    (changed(quality={"modes": ["leak"]}), ["quality.modes.0: must be one of prefix, whole", "'leak' was given"]),
+    (changed(quality={"max_tokens": 1}), ["quality.max_tokens: must be at least 2, and 1 was given"]),
+    (changed(quality={"count": 100_001}), ["quality.count: must be at most 100,000, and 100,001 was given"]),
+    (changed(quality={"tasks": []}), ["quality.tasks: must hold at least 1"]),
     (changed(model={"source": ""}), ["model.source", "at least 1 characters", "'' was given"]),
     (changed(model={"source": "t", "device": "gpu"}), ["model.device", "one of auto, cpu, cuda", "'gpu'"]),
     (changed(model={"source": "t", "seed": -1}), ["model.seed", "at least 0", "-1 was given"]),
@@ -329,7 +354,7 @@ def test_an_override_is_not_blamed_for_the_file(tmp_path: Path) -> None:
 def test_a_spec_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     message = refusal("quikstart")
-    assert "neither a file nor a built-in spec (aa, batch-sweep, prefill-512, quickstart, tiny)" in message
+    assert f"neither a file nor a built-in spec ({', '.join(BUILTIN)})" in message
     assert "nearest built-in is 'quickstart'" in message
     assert refusal("nosuch.yaml") == "nosuch.yaml: there is no such file"
     assert "it is a folder" in refusal(tmp_path)

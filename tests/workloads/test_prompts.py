@@ -10,7 +10,7 @@ import pytest
 from profiler.errors import InputError
 from workloads import prompts as module
 from workloads.prompts import Prompt, load_prompts
-from workloads.spec import PromptsSpec
+from workloads.spec import PromptsSpec, QualitySpec
 
 SHARED = Path(__file__).parents[2] / ".." / "shared" / "data" / "prompts"
 
@@ -144,3 +144,19 @@ def test_real_files(name: str, count: int, domain: str) -> None:
     assert len(found) == count
     assert {prompt.domain for prompt in found} == {domain}
     assert all(prompt.reference for prompt in found)
+
+
+def test_items_of_the_quality_section_are_chosen_alike_and_its_errors_name_it(tmp_path: Path) -> None:
+    rows = [{"prompt": "x", "id": f"{d}{i}", "domain": d, "reference": "y"} for d in "ab" for i in range(10)]
+    prompts = lines(tmp_path / "p.jsonl", rows).model_copy(update={"count": 6})
+    quality = QualitySpec(source=prompts.source, count=6)
+    assert load_prompts(quality) == load_prompts(prompts)
+    assert {prompt.reference for prompt in load_prompts(quality)} == {"y"}
+    for changes, said in (
+        ({"count": 1}, "quality.count (1) must be at least the number of domains (2)"),
+        ({"domains": ["c"]}, "quality.domains: "),
+        ({"source": str(tmp_path / "none.jsonl")}, "quality.source: "),
+    ):
+        with pytest.raises(InputError) as caught:
+            load_prompts(quality.model_copy(update=changes))
+        assert str(caught.value).startswith(said)

@@ -70,6 +70,7 @@ def test_defaults() -> None:
     assert (made.prompts.source, made.prompts.domains, made.prompts.count) == ("builtin", None, None)
     assert (made.measure.min_repeats, made.measure.max_repeats, made.measure.threads) == (3, 40, None)
     assert made.trace is None
+    assert made.quality is None
     assert made.privacy.keep_text
 
 
@@ -105,7 +106,8 @@ def test_the_hash_is_of_the_canonical_json_of_the_resolved_spec() -> None:
         '"cells":{"decode":null,"prefill":{"batch":[1],"length":[8]}},'
         '"measure":{"budget_s":120.0,"max_repeats":40,"min_repeats":3,"seed":0,"target_ci":0.02,"threads":null,'
         '"warmup":3},"model":{"device":"auto","dtype":"float32","seed":0,"source":"tiny"},"name":"s",'
-        '"privacy":{"keep_text":true},"prompts":{"count":null,"domains":null,"seed":0,"source":"builtin"},"trace":null}'
+        '"privacy":{"keep_text":true},"prompts":{"count":null,"domains":null,"seed":0,"source":"builtin"},'
+        '"quality":null,"trace":null}'
     )
     assert spec().sha256() == hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -177,6 +179,15 @@ SPECS = st.fixed_dictionaries(
                 "target_ci": st.floats(1e-9, 1),
                 "budget_s": st.floats(1e-3, 86_400) | st.integers(1, 86_400),
                 "threads": st.none() | st.integers(1, 1024),
+            },
+        ),
+        "quality": st.none()
+        | st.fixed_dictionaries(
+            {},
+            optional={
+                "source": TEXT.filter(bool),
+                "count": st.integers(1, 1000),
+                "modes": st.permutations(["prefix", "whole"]),
             },
         ),
         "trace": st.none() | st.fixed_dictionaries({}, optional={"steps": st.integers(1, 100), "keep": st.booleans()}),

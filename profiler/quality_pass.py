@@ -1,0 +1,192 @@
+"""The quality pass of a run: every arm scores every item, its decisions recorded and checked like those of any step.
+
+Tables written, under the cells `records.QUALITY_CELLS` names: `scores` and `quality`, and `steps`, `gates`, signals,
+`rows` and `prompts` of the scoring steps, which hold decisions about many more inputs than a timed cell does. Their
+wall times are recorded and mean nothing: arms are not interleaved here, and every step is instrumented.
+
+Not here: what an item is and how it is scored (`quality`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from profiler.arms import Arm
+from profiler.errors import InputError
+from profiler.inputs import mean_token_rank
+from profiler.measure import STEPS_PER_CELL
+from profiler.quality import Item, Mode, continuation_nll, perplexity
+from profiler.recorder import StepData
+from profiler.records import QUALITY_CELLS, QUALITY_MODES, ArmRecord, QualityRecord, RuleRecord
+from profiler.stepdata import Place, decision_rows, digest, executed_as_decided
+from profiler.writer import RunWriter
+
+TASK, METRIC = "perplexity", "perplexity"
+#: `domain` of the rows of table `quality` that are over all items.
+ALL_DOMAINS = "all"
+
+
+@dataclass
+class _Checked:
+    """What was seen of one arm's steps in one mode."""
+
+    steps: int = 0
+    thawed: int = 0
+    problems: list[str] = field(default_factory=list)
+    dropped: int = 0
+
+
+class QualityRun:
+    """Scores every item with every arm and writes tables `scores`, `quality`, `steps`, `gates`, `rows` and `prompts`.
+
+    Args:
+        items: from `load_items`.
+        arms: all arms of the run.
+        modes: of the spec.
+        writer: where rows go.
+        index: number of cells of the spec, from which step ids are made.
+        keep_text: whether the prompts' text may be written.
+        at: called with the share done, between 0 and 1.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        arms: Sequence[Arm],
+        modes: Sequence[Mode],
+        writer: RunWriter,
+        index: int,
+        keep_text: bool,
+        at: Callable[[float], None] = lambda share: None,
+    ) -> None:
+        self.items, self.arms, self.modes, self.writer = items, arms, modes, writer
+        self.keep_text, self.at = keep_text, at
+        self._index = index
+        self._done = 0
+
+    def run(self) -> list[RuleRecord]:
+        """Score, and return the rules that were checked on the way. The caller closes the pass."""
+        scored = sum(len(item.continuation) for item in self.items)
+        names = [QUALITY_MODES[mode] for mode in self.modes]
+        self.writer.manifest.quality = QualityRecord(items=len(self.items), tokens=scored, modes=names)
+        rules: list[RuleRecord] = []
+        for place, mode in enumerate(self.modes):
+            self._write_prompts(QUALITY_CELLS[mode])
+            first_step = (self._index + place) * STEPS_PER_CELL
+            for number, arm in enumerate(self.arms):
+                rules += self._arm(arm, mode, first_step + number * 2 * len(self.items))
+        return rules
+
+    def _write_prompts(self, cell: str) -> None:
+        columns = {
+            "request": [item.id for item in self.items],
+            "domain": [item.domain for item in self.items],
+            "tokens": [len(item.prefix) for item in self.items],
+            "mean_token_rank": [mean_token_rank(item.prefix) for item in self.items],
+            "text": [item.text if self.keep_text else None for item in self.items],
+        }
+        self.writer.append("prompts", columns, cell=cell)
+
+    def _arm(self, arm: Arm, mode: Mode, step: int) -> list[RuleRecord]:
+        cell, handle = QUALITY_CELLS[mode], arm.recorded
+        checked = _Checked()
+        found: list[StepData] = []
+        nll = []
+        handle.recorder.mode, handle.recorder.sink = "record", found.append
+        try:
+            for item in self.items:
+                found.clear()
+                handle.tracker.name([item.id])
+                nll.append(_finite(continuation_nll(handle, item, mode), arm.name, item))
+                handle.release(item.id)
+                self._take(found, arm.record, cell, mode, step, checked)
+                step += len(found)
+                self._done += 1
+                self.at(self._done / (len(self.items) * len(self.arms) * len(self.modes)))
+        finally:
+            handle.recorder.mode, handle.recorder.sink = "off", None
+            handle.tracker.name(None)
+        self._write_scores(arm.name, mode, nll)
+        return list(_rules(arm.record, cell, mode, checked))
+
+    def _take(
+        self, found: Sequence[StepData], arm: ArmRecord, cell: str, mode: Mode, step: int, checked: _Checked
+    ) -> None:
+        for place, data in enumerate(found):
+            checked.steps += 1
+            checked.dropped += data.dropped
+            checked.problems += executed_as_decided(data, arm)
+            # What follows a prompt at once is `mixed`, also where it is one token.
+            data.phase = "mixed" if place else "prefill"
+            view = data.sequences.view
+            columns: dict[str, Any] = {
+                "arm": [arm.name], "pass": "quality", "repeat": 0, "order": place, "step": step + place, "index": place,
+                "phase": data.phase, "rows": view.rows, "context": view.context, "wall_ns": data.wall_ns,
+                "device_ns": data.device_ns,
+            }  # fmt: skip
+            self.writer.append("steps", columns, cell=cell)
+            rows = decision_rows(data, arm, Place(cell, step + place))
+            self.writer.submit(lambda rows=rows: rows, dropped_as="gates")  # type: ignore[misc]
+        if mode == "prefix" and arm.scope == "sequence" and len({digest(data) for data in found}) > 1:
+            checked.thawed += 1
+        self.writer.drain()
+
+    def _write_scores(self, arm: str, mode: Mode, nll: Sequence[float]) -> None:
+        items = self.items
+        columns: dict[str, Any] = {
+            "arm": arm,
+            "task": TASK,
+            "item": [item.id for item in items],
+            "domain": [item.domain for item in items],
+            "mode": QUALITY_MODES[mode],
+            "nll": list(nll),
+            "tokens": [len(item.continuation) for item in items],
+            "prefix_tokens": [len(item.prefix) for item in items],
+        }
+        self.writer.append("scores", columns, cell=QUALITY_CELLS[mode])
+        for domain in (ALL_DOMAINS, *dict.fromkeys(item.domain for item in items)):
+            chosen = [i for i, item in enumerate(items) if domain in (ALL_DOMAINS, item.domain)]
+            tokens = sum(len(items[i].continuation) for i in chosen)
+            columns = {
+                "arm": [arm], "task": TASK, "domain": domain, "metric": METRIC,
+                "value": perplexity(sum(nll[i] for i in chosen), tokens), "denominator": tokens,
+                "mode": QUALITY_MODES[mode],
+            }  # fmt: skip
+            self.writer.append("quality", columns, cell=QUALITY_CELLS[mode])
+
+
+def _finite(nll: float, arm: str, item: Item) -> float:
+    if not math.isfinite(nll):
+        raise InputError(
+            f"quality: arm {arm!r} gives item {item.id!r} a log-likelihood of {-nll}; its logits are not finite, so "
+            "nothing can be said of its quality (in float16, try bfloat16 or float32)"
+        )
+    return nll
+
+
+def _rules(arm: ArmRecord, cell: str, mode: Mode, checked: _Checked) -> Iterator[RuleRecord]:
+    problems = checked.problems
+    yield RuleRecord(
+        rule=1,
+        name="rows executed = gates recorded",
+        arm=arm.name,
+        cell=cell,
+        passed=not problems and checked.dropped == 0,
+        detail=problems[0] if problems else f"equal in {checked.steps} scoring steps, {checked.dropped} dropped",
+        figures={
+            "steps": float(checked.steps), "differences": float(len(problems)), "dropped": float(checked.dropped),
+        },
+    )  # fmt: skip
+    if mode == "prefix" and arm.scope == "sequence":
+        yield RuleRecord(
+            rule=1,
+            name="gates frozen before what is scored",
+            arm=arm.name,
+            cell=cell,
+            passed=checked.thawed == 0,
+            detail=f"{checked.thawed} items decided anew while their continuation was scored",
+            figures={"items": float(checked.steps // 2), "changed": float(checked.thawed)},
+        )

@@ -1,0 +1,46 @@
+"""`checkpoint: builtin`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from profiler import checkpoints, models
+from profiler.errors import InputError
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two checkpoints that ship, of which one is for the tiny preset's shape."""
+    for name, layers in (("layerroute-small", 6), ("layerroute-large", 12)):
+        folder = tmp_path / "checkpoints" / name
+        folder.mkdir(parents=True)
+        facts = {"method": "layerroute", "architecture": "LlamaForCausalLM", "layers": layers, "hidden_size": 64}
+        (folder / "config.json").write_text(json.dumps({**facts, "base": name.partition("-")[2]}))
+    monkeypatch.setattr("importlib.resources.files", lambda _: tmp_path)
+    return tmp_path / "checkpoints"
+
+
+def test_builtin_is_the_checkpoint_of_the_method_for_the_model_s_shape(shipped: Path) -> None:
+    options = {"checkpoint": "builtin", "kv_policy": "request"}
+    found = checkpoints.resolve("layerroute", options, models.load("tiny").model)
+    assert found == {"checkpoint": str(shipped / "layerroute-small"), "kv_policy": "request"}
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": None}, {"checkpoint": "runs/mine/checkpoint"}])
+def test_anything_else_passes_through(shipped: Path, options: dict[str, str | None]) -> None:
+    assert checkpoints.resolve("layerroute", options, models.load("tiny").model) == options
+
+
+def test_a_model_none_ships_for_is_named_beside_those_there_are(shipped: Path) -> None:
+    model = models.skeleton(models.config("qwen2.5-0.5b"))
+    message = (
+        r"none ships for method 'layerroute' on this model \(Qwen2ForCausalLM, 24 layers of width 896\); those that "
+        r"ship: layerroute on large \(LlamaForCausalLM, 12 layers of width 64\); layerroute on small"
+    )
+    with pytest.raises(InputError, match=message):
+        checkpoints.resolve("layerroute", {"checkpoint": "builtin"}, model)
+    with pytest.raises(InputError, match="none ships for method 'hero'"):
+        checkpoints.resolve("hero", {"checkpoint": "builtin"}, models.load("tiny").model)

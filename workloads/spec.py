@@ -1,0 +1,341 @@
+"""The shape of a workload spec: which model, which arms, which prompts, which cells, measured how.
+
+Every key is described here, bounded here, and refused here when it is unknown; only an arm's keys beyond
+`name`, `method` and `twin` pass through, as `options`, to be checked by that method's own `Config`.
+`spec.schema.json` (see `workloads.schema`) is made from these models.
+
+Not here: reading files, `--set` and error text (`loading`, `overrides`, `explain`), what a prompt is
+(`prompts`), and whether a model or a method exists (`profiler`). Keys that later versions bring
+(`LATER_KEYS`) are refused by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from workloads.documents import dump_yaml
+
+#: Sections of later versions.
+LATER_KEYS = ("serve", "parallel", "seeds")
+
+#: The method every spec with a routed arm needs as its baseline.
+DENSE = "dense"
+#: `prompts.source` of the prompts that ship with the package.
+BUILTIN = "builtin"
+
+MAX_TOKENS_PER_CELL = 1_048_576
+MAX_CELLS = 256
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+METHOD_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
+
+
+T = TypeVar("T", int, str)
+
+
+def _broken(sentence: str) -> PydanticCustomError:
+    """A broken rule that spans several values; the sentence reaches the user as it stands."""
+    return PydanticCustomError("rule", "{sentence}", {"sentence": sentence})
+
+
+def _distinct(values: list[T]) -> list[T]:
+    twice = [value for value, times in Counter(values).items() if times > 1]
+    if twice:
+        raise _broken(f"each entry may be listed once, and {twice[0]!r} is listed {values.count(twice[0])} times")
+    return values
+
+
+Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=64)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Batches = Annotated[
+    list[Annotated[int, Field(ge=1, le=4096)]], Field(min_length=1, max_length=MAX_CELLS), AfterValidator(_distinct)
+]
+Lengths = Annotated[
+    list[Annotated[int, Field(ge=1, le=131_072)]], Field(min_length=1, max_length=MAX_CELLS), AfterValidator(_distinct)
+]
+Domains = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=64)]],
+    Field(min_length=1, max_length=64),
+    AfterValidator(_distinct),
+]
+
+
+class _Section(BaseModel):
+    """Strict: `true` is not 1 and `"8"` is not 8. Frozen: what was hashed is what runs."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of the sweep. `length` is the prompt (prefill) or the context (decode), in tokens per request."""
+
+    phase: Literal["prefill", "decode"]
+    batch: int
+    length: int
+    new_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        """`prefill-b8-l512` or `decode-b8-c256-n32`."""
+        if self.phase == "prefill":
+            return f"prefill-b{self.batch}-l{self.length}"
+        return f"decode-b{self.batch}-c{self.length}-n{self.new_tokens}"
+
+
+class ModelSpec(_Section):
+    """The model under every arm."""
+
+    source: Annotated[str, Field(min_length=1, max_length=4096)] = Field(
+        description="A known model (smollm2-135m), a preset with random weights (tiny), a local folder or a hub id."
+    )
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = Field(
+        default="float32", description="Type of weights and activations."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where it runs; auto takes CUDA where there is a device."
+    )
+    seed: Seed = Field(default=0, description="Seed of the weights where they are random.")
+
+
+class ArmSpec(BaseModel):
+    """One arm: a method with its options. Keys beyond these three are the method's own options."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    name: Name = Field(description="Unique name; letters, digits, '.', '_' and '-', since files are named after it.")
+    method: Annotated[str, Field(pattern=METHOD_PATTERN, max_length=256)] = Field(
+        description="A method's name (dense, layerroute), or a dotted name to load from outside the tree."
+    )
+    twin: str | None = Field(
+        default=None, description="The arm it is compared with; the first dense arm unless it is dense itself."
+    )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Every other key of the arm, for that method's `Config`."""
+        return dict(self.__pydantic_extra__ or {})
+
+    @model_validator(mode="after")
+    def _options_are_flat(self) -> ArmSpec:
+        if "options" in (self.__pydantic_extra__ or {}):
+            raise _broken("'options' is not a key; a method's options stand beside name and method")
+        return self
+
+
+class PromptsSpec(_Section):
+    """Where the prompts come from."""
+
+    source: Annotated[str, Field(min_length=1, max_length=4096)] = Field(
+        default=BUILTIN,
+        description="builtin, or the path of a JSONL file with 'prompt' and optional 'domain', 'id', 'reference'; "
+        "a relative path starts at the spec's folder.",
+    )
+    domains: Domains | None = Field(
+        default=None, description="Domains to use, in this order over the rows of a batch; null takes all."
+    )
+    count: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
+        default=None, description="At most this many prompts, evenly over the domains; null takes all."
+    )
+    seed: Seed = Field(default=0, description="Seed of which prompts are taken and how they are joined.")
+
+
+class PrefillSpec(_Section):
+    """Prefill cells: every batch with every length."""
+
+    batch: Batches = Field(description="Requests in a batch.")
+    length: Lengths = Field(description="Prompt tokens per request.")
+
+    @model_validator(mode="after")
+    def _bounded(self) -> PrefillSpec:
+        batch, length = max(self.batch), max(self.length)
+        if batch * length > MAX_TOKENS_PER_CELL:
+            raise _broken(
+                f"batch × length must be at most {MAX_TOKENS_PER_CELL:,} tokens a cell, "
+                f"and {batch:,} × {length:,} is {batch * length:,}"
+            )
+        return self
+
+
+class DecodeSpec(_Section):
+    """Decode cells: every batch with every context, each for `new_tokens` steps."""
+
+    batch: Batches = Field(description="Requests in a batch.")
+    context: Lengths = Field(description="Tokens already in the cache, per request, before the first timed step.")
+    new_tokens: Annotated[int, Field(ge=1, le=4096)] = Field(description="Decode steps timed, one token each.")
+
+    @model_validator(mode="after")
+    def _bounded(self) -> DecodeSpec:
+        batch, context = max(self.batch), max(self.context)
+        tokens = batch * (context + self.new_tokens)
+        if tokens > MAX_TOKENS_PER_CELL:
+            raise _broken(
+                f"batch × (context + new_tokens) must be at most {MAX_TOKENS_PER_CELL:,} tokens a cell, "
+                f"and {batch:,} × ({context:,} + {self.new_tokens:,}) is {tokens:,}"
+            )
+        return self
+
+
+class CellsSpec(_Section):
+    """The sweep. At least one cell."""
+
+    prefill: PrefillSpec | None = Field(default=None, description="Prefill cells, or none.")
+    decode: DecodeSpec | None = Field(default=None, description="Decode cells, or none.")
+
+    @model_validator(mode="after")
+    def _some_and_not_too_many(self) -> CellsSpec:
+        count = len(self.cell_list())
+        if count == 0:
+            raise _broken("at least one of prefill and decode must be given")
+        if count > MAX_CELLS:
+            raise _broken(f"a spec may have at most {MAX_CELLS} cells, and these are {count:,}")
+        return self
+
+    def cell_list(self) -> list[Cell]:
+        """Prefill cells, then decode cells; of each length every batch in turn."""
+        cells = []
+        if self.prefill:
+            cells += [Cell("prefill", b, length) for length in self.prefill.length for b in self.prefill.batch]
+        if self.decode:
+            new = self.decode.new_tokens
+            cells += [Cell("decode", b, context, new) for context in self.decode.context for b in self.decode.batch]
+        return cells
+
+
+class MeasureSpec(_Section):
+    """How long and how precisely each cell is measured."""
+
+    warmup: Annotated[int, Field(ge=0, le=1000)] = Field(default=3, description="Untimed repeats before the first.")
+    max_repeats: Annotated[int, Field(ge=1, le=10_000)] = Field(
+        default=40, description="Repeats after which a cell ends in any case."
+    )
+    min_repeats: Annotated[int, Field(ge=1, le=10_000)] = Field(
+        default_factory=lambda data: min(3, data.get("max_repeats", 3)),
+        description="Repeats before the interval may end a cell; 3, or max_repeats where that is less.",
+    )
+    target_ci: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Field(
+        default=0.02, description="Half-width of the interval of the time ratio at which a cell ends."
+    )
+    budget_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
+        default=120.0, description="Seconds for each cell."
+    )
+    seed: Seed = Field(default=0, description="Seed of the order of arms within a repeat, and of the bootstrap.")
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        default=None, description="CPU threads of one operator; null leaves torch's own choice."
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> MeasureSpec:
+        if self.min_repeats > self.max_repeats:
+            raise _broken(f"min_repeats ({self.min_repeats:,}) must be at most max_repeats ({self.max_repeats:,})")
+        return self
+
+
+class TraceSpec(_Section):
+    """A pass of its own under torch.profiler, after timing."""
+
+    steps: Annotated[int, Field(ge=1, le=100)] = Field(default=1, description="Steps traced, per cell and arm.")
+    keep: bool = Field(default=True, description="Keep the trace files; false leaves only the kernels table.")
+
+
+class QualitySpec(_Section):
+    """Held-out quality: after the cells, every arm scores the same continuations."""
+
+    tasks: Annotated[list[Literal["perplexity"]], Field(min_length=1, max_length=8), AfterValidator(_distinct)] = Field(
+        default=["perplexity"],
+        description="perplexity: of each prompt's reference, or of its second half where it has none.",
+    )
+    source: Annotated[str, Field(min_length=1, max_length=4096)] = Field(
+        default=BUILTIN,
+        description="builtin, or the path of a JSONL file as in prompts; a relative path starts at the spec's folder. "
+        "It should hold nothing that a router was trained on.",
+    )
+    domains: Domains | None = Field(default=None, description="Domains to use; null takes all.")
+    count: Annotated[int, Field(ge=1, le=100_000)] = Field(
+        default=32, description="At most this many items, evenly over the domains."
+    )
+    max_tokens: Annotated[int, Field(ge=2, le=8192)] = Field(
+        default=512, description="Tokens of an item, prompt and continuation; what is longer is cut at its end."
+    )
+    modes: Annotated[list[Literal["prefix", "whole"]], Field(min_length=1, max_length=2), AfterValidator(_distinct)] = (
+        Field(
+            default=["prefix"],
+            description="prefix: gates are decided on the prompt alone and frozen while its continuation is scored. "
+            "whole: gates see the words being scored, as in training; it leaks, and is for comparison only.",
+        )
+    )
+    seed: Seed = Field(default=0, description="Seed of which items are taken.")
+
+
+class PrivacySpec(_Section):
+    """What of the prompts may be written."""
+
+    keep_text: bool = Field(default=True, description="false: no prompt or output text is written anywhere.")
+
+
+class Spec(_Section):
+    """A workload spec."""
+
+    name: Name = Field(description="Name of the run; letters, digits, '.', '_' and '-'.")
+    model: ModelSpec = Field(description="The model under every arm.")
+    arms: Annotated[list[ArmSpec], Field(min_length=1, max_length=32)] = Field(
+        description="What is compared, interleaved in one run. A routed arm needs a dense one beside it."
+    )
+    prompts: PromptsSpec = Field(default_factory=PromptsSpec, description="Where the prompts come from.")
+    cells: CellsSpec = Field(description="The sweep of phase, batch and length.")
+    measure: MeasureSpec = Field(default_factory=MeasureSpec, description="How long and how precisely.")
+    trace: TraceSpec | None = Field(default=None, description="Tracing, or null for none.")
+    quality: QualitySpec | None = Field(default=None, description="Held-out quality, or null for none.")
+    privacy: PrivacySpec = Field(default_factory=PrivacySpec, description="What of the prompts may be written.")
+
+    @field_validator("arms")
+    @classmethod
+    def _arms_stand_together(cls, arms: list[ArmSpec]) -> list[ArmSpec]:
+        """Unique names, and every twin resolved."""
+        names = [arm.name for arm in arms]
+        # Files are named after arms, and some file systems do not tell upper from lower case.
+        twice = [name for name in names if [n.casefold() for n in names].count(name.casefold()) > 1]
+        if twice:
+            raise _broken(f"arm names must differ (also in more than case), and these do not: {', '.join(twice)}")
+        dense = next((arm.name for arm in arms if arm.method == DENSE), None)
+        routed = [arm.name for arm in arms if arm.method != DENSE]
+        if routed and dense is None:
+            raise _broken(
+                f"arm {routed[0]!r} needs a baseline, and no arm has method: {DENSE}; "
+                f"add one, such as {{name: {DENSE}, method: {DENSE}}}"
+            )
+        return [_with_twin(arm, names, dense) for arm in arms]
+
+    def cell_list(self) -> list[Cell]:
+        """The cells in the order they run."""
+        return self.cells.cell_list()
+
+    def to_yaml(self) -> str:
+        """The spec as resolved, defaults written out; reads back to an equal spec."""
+        return dump_yaml(self.model_dump(mode="json"))
+
+    def sha256(self) -> str:
+        """Hash of the spec as resolved: canonical JSON, keys sorted. Equal for two ways to write one spec."""
+        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def _with_twin(arm: ArmSpec, names: Sequence[str], dense: str | None) -> ArmSpec:
+    if arm.twin is None:
+        return arm if arm.method == DENSE else arm.model_copy(update={"twin": dense})
+    if arm.twin == arm.name:
+        raise _broken(f"the twin of arm {arm.name!r} must be another arm, not itself")
+    if arm.twin not in names:
+        near = difflib.get_close_matches(arm.twin, names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the arms are {', '.join(names)}"
+        raise _broken(f"the twin of arm {arm.name!r} must be another arm, and {arm.twin!r} is none; {hint}")
+    return arm

@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 MODEL := smollm2-135m
 SPEC ?=
+WORKERS ?= 2 # processes the tests run in
 ARGS ?=
 
 .DELETE_ON_ERROR:
@@ -24,7 +25,7 @@ test: $(VENV)/.test ## install what tests need; lint, types, import contracts, t
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	PYTHONPATH=.ci $(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 test-slow: $(VENV)/.test ## the tests that need the real model or more than a few seconds
 	$(BIN)/python -m profiler models fetch $(MODEL)

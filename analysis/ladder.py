@@ -173,6 +173,8 @@ def warnings_of_arm(run: Run, arm: ArmRecord) -> list[str]:
         found.append("untrained router")
     if arm.discards:
         found.append("masked execution")
+    if arm.caveat:
+        found.append(arm.caveat)
     if run.manifest.model is not None and run.manifest.model.random_weights:
         found.append("random weights")
     return found

@@ -112,6 +112,8 @@ def labels(run: Run) -> list[str]:
             found.append(f"untrained router in arm {arm.name}: its decisions are those of its starting values")
         if arm.discards:
             found.append(f"masked execution in arm {arm.name}: every choice computes all rows, so nothing is saved")
+        if arm.caveat:
+            found.append(f"{arm.caveat} (arm {arm.name})")
     if manifest.contention.get("contended"):
         found.append(f"contention detected. {manifest.contention.get('sentence', '')}".rstrip())
     if manifest.drops:

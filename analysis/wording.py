@@ -145,6 +145,7 @@ def arm_names(manifest: Manifest) -> dict[str, str]:
             *["synthetic route"] * bool(arm.synthetic),
             *["untrained router"] * arm.untrained,
             *["masked execution"] * arm.discards,
+            *([arm.caveat] if arm.caveat else []),
             *["random weights"] * random_weights,
         ]
         found[arm.name] = arm.name + (f" ({', '.join(marks)})" if marks else "")

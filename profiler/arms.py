@@ -69,6 +69,7 @@ def describe(handle: methods.Method, name: str, method: str, twin: str | None) -
         synthetic=handle.synthetic,
         untrained=handle.untrained,
         discards=handle.discards,
+        caveat=handle.caveat,
         signals=dict(handle.signals),
         signal_starts=handle.signal_starts,
         choices=handle.choices(handle.model, handle.config),

@@ -220,7 +220,8 @@ class ArmRecord(Record):
     A site with one choice always runs; a site with several is where the router decides.
     `synthetic` is set where gates were forced rather than decided by a router. `discards`: every choice computes all
     rows and what was not chosen is thrown away, so nothing is saved, and rule 1 holds the arm to that. `signal_starts`
-    holds, for a signal that starts the same for every input, its value in each layer before any training.
+    holds, for a signal that starts the same for every input, its value in each layer before any training. `caveat` is
+    what else a reader must know of the arm wherever it is shown.
     """
 
     name: str
@@ -232,6 +233,7 @@ class ArmRecord(Record):
     synthetic: str | None = None
     untrained: bool = False
     discards: bool = False
+    caveat: str | None = None
     signals: dict[str, str] = Field(default_factory=dict)
     signal_starts: dict[str, list[float]] = Field(default_factory=dict)
     choices: list[Choice] = Field(default_factory=list)

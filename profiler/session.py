@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from profiler import methods
+from profiler import checkpoints, methods
 from profiler.arms import describe
 from profiler.costs import backbone_parameters
 from profiler.errors import InputError, RuleError
@@ -40,7 +40,8 @@ def wrap(model: PreTrainedModel, method: str, **options: Any) -> methods.Method:
     Raises:
         InputError: unknown method, wrong option, or the model is wrapped already.
     """
-    return methods.load(method).wrap(model, methods.configure(method, options), Recorder())
+    config = methods.configure(method, checkpoints.resolve(method, options, model))
+    return methods.load(method).wrap(model, config, Recorder())
 
 
 class Session:
@@ -186,7 +187,7 @@ def _handle(model: PreTrainedModel) -> Iterator[methods.Method]:
     try:
         yield handle
     finally:
-        handle.tracker._hook.remove()
+        handle.tracker.detach()
         del model.gatewise
 
 

@@ -275,7 +275,8 @@ def kv_bytes(cache: Cache, tokens_B: Sequence[int]) -> tuple[int, int]:
     """Bytes a padded batch's cache holds: (allocated, live).
 
     Allocated counts the tensors as stored, pads included. Live counts what the requests need: for every layer a
-    row runs, keys and values of its real tokens so far (`tokens_B`), as far as the layer keeps them.
+    row runs (every layer under `project`), keys and values of its real tokens so far (`tokens_B`), as far
+    as the layer keeps them.
     """
     allocated = live = 0
     for layer in cache.layers:

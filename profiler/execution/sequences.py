@@ -146,6 +146,10 @@ class SequenceTracker:
         self._requests: list[str] | None = None
         self._hook = base.register_forward_pre_hook(self._read, with_kwargs=True)
 
+    def detach(self) -> None:
+        """Take the hook off; `current` stays what it was."""
+        self._hook.remove()
+
     def name(self, requests: Sequence[str] | None) -> None:
         """Name the batch rows of the coming padded forwards; None goes back to `row-0`, `row-1`, ..."""
         self._requests = None if requests is None else list(requests)

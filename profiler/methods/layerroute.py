@@ -19,7 +19,8 @@ KV policy (ours; the source leaves it open), `kv_policy` of an arm:
 
 Without a cache every forward decides anew on all it is given, under any policy.
 
-LoRA (§3.1) on Q, K, V and O of every block is active when the block runs; `lora` says whether an arm has it.
+LoRA (§3.1) on Q, K, V and O of every block is active when the block runs, and on K and V where `project` works them
+out for a skipped one; `lora` says whether an arm has it.
 
 Training (§3.2, §3.3): every block is computed, the gate passes straight through,
 

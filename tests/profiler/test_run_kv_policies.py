@@ -11,8 +11,19 @@ import pytest
 from analysis.ladder import ladder
 from profiler import run as running
 from profiler.errors import InputError
+from profiler.plan import plan
 from profiler.store import Run
-from tests.profiler.tiny_runs import ATTENTION_FLOPS, CONTEXT_FLOPS, FFN_FLOPS, HEAD, KV_HEADS, LAYERS, WIDTH, tiny_spec
+from tests.profiler.tiny_runs import (
+    ATTENTION_FLOPS,
+    CONTEXT_FLOPS,
+    FFN_FLOPS,
+    HEAD,
+    HEAD_FLOPS,
+    KV_HEADS,
+    LAYERS,
+    WIDTH,
+    tiny_spec,
+)
 
 POLICIES = ("request", "project", "recompute")
 #: A third of six layers, the same for all requests: 2 of 6 skip.
@@ -29,7 +40,7 @@ def spec(**more: Any) -> Any:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     out = tmp_path_factory.mktemp("runs") / "policies"
-    running.run(spec(trace={"steps": 1}, quality={"modes": ["whole"], "count": 2, "max_tokens": 24}), out)
+    running.run(spec(trace={"steps": 1}, quality={"modes": ["whole"], "count": 4, "max_tokens": 24}), out)
     return Run(out)
 
 
@@ -101,5 +112,23 @@ def test_the_ladder_charges_the_projection(run: Run) -> None:
 
 def test_a_prefix_cannot_be_scored_without_a_cache(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="prefix freezes the gates .* and arm 'recompute' keeps none"):
-        running.run(spec(quality={"modes": ["prefix"], "count": 2, "max_tokens": 24}), tmp_path / "refused")
+        running.run(spec(quality={"modes": ["prefix"], "count": 4, "max_tokens": 24}), tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
+
+
+def test_a_plan_counts_what_is_computed_again() -> None:
+    """At half the blocks skipped: the mean decode step of `recompute` is given 13 or 14 tokens of each request."""
+    arms = plan(spec())
+    (cell,) = [name for name in arms[1].flop_skip if name.startswith("decode")]
+    rows, context = BATCH * 27 // 2, BATCH * (13 * 14 // 2 + 14 * 15 // 2) // 2
+    fixed = BATCH * (HEAD_FLOPS + LAYERS * 2 * WIDTH)  # the head and, once a sequence, the routers
+    block = ATTENTION_FLOPS + FFN_FLOPS
+    cached = BATCH * 27 // 2
+    dense = BATCH * HEAD_FLOPS + LAYERS * (BATCH * block + cached * CONTEXT_FLOPS)
+    wanted = {
+        "request": fixed + LAYERS / 2 * (BATCH * block + cached * CONTEXT_FLOPS),
+        "recompute": fixed + LAYERS / 2 * (rows * block + context * CONTEXT_FLOPS),
+    }
+    for arm in arms:
+        if arm.arm in wanted:
+            assert arm.flop_skip[cell][0.5] == pytest.approx(1 - wanted[arm.arm] / dense)

@@ -143,7 +143,7 @@ def test_a_block_that_was_skipped_finds_every_position_when_it_runs() -> None:
         [False, True] * 3,
         [False] * LAYERS,
         [True] * LAYERS,
-    ]
+    ] * 2
     prompts, model = prompts_of([5, 1, 3]), exact_model("llama")
 
     def runs(layer: int, requests: list[str], logits: list[float]) -> list[bool]:
@@ -173,15 +173,15 @@ def test_positions_go_on_and_every_layer_is_whole(closed: list[int]) -> None:
     prompt = prompts_of([7])[0]
     with torch.no_grad():
         out = handle.model(input_ids=torch.tensor([prompt]), use_cache=True)
-        for token in (5, 6, 7):
+        for token in range(NEW):
             out = handle.model(input_ids=torch.tensor([[token]]), cache=out.cache, use_cache=True)
         wanted = pruned(exact_model("llama"), [i not in closed for i in range(LAYERS)])(
-            input_ids=torch.tensor([[*prompt, 5, 6, 7]])
+            input_ids=torch.tensor([[*prompt, *range(NEW)]])
         ).logits[:, -1]
-    assert seen == [[list(range(7))], [[7]], [[8]], [[9]]]
-    assert out.cache.get_seq_length() == 10
+    assert seen == [[list(range(7))], *([[7 + k]] for k in range(NEW))]
+    assert out.cache.get_seq_length() == 7 + NEW
     assert [type(layer) for layer in out.cache.layers] == [ProjectedLayer] * LAYERS
-    assert [layer.keys.shape for layer in out.cache.layers] == [(1, 2, 10, 8)] * LAYERS
+    assert [layer.keys.shape for layer in out.cache.layers] == [(1, 2, 7 + NEW, 8)] * LAYERS
     assert differs(out.logits[:, -1], wanted) < 1e-12
 
 

@@ -1,0 +1,145 @@
+"""HeRo's parts on the clock: FFN or adapter in SmolLM2-135M's shape, three quarters of the rows on the adapter.
+
+Claims, of times a layer (medians over passes through all routable layers, so that weights come from memory as they do
+in a model; every kind of pass in every repeat, in random order):
+
+1. at 1,024 rows the strategy `auto` takes at most 1.15 × (executed share × dense FFN + adapter at its rows);
+2. router and memory take at most 15 % of the dense FFN, in float32 at 1,024 rows;
+3. `auto` never takes longer than the dense FFN, so that a routed layer loses to a dense one by its router at most.
+
+Usage:
+
+    python benchmarks/hero.py [--repeats N] [--dtypes float32 bfloat16] [--rows 1 8 64 1024]
+
+Exit code 1 if a claim does not hold. Run it on an otherwise idle machine. Weights are random; times do not depend on
+them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from profiler import arms, methods, models
+from profiler.execution import depth_memory
+from profiler.execution.folded_router import FoldedMath
+from profiler.execution.history_router import MEMORY
+from profiler.execution.routes import ForcedTokens
+from profiler.execution.sequences import Sequences
+from profiler.methods.hero import Hero
+
+ADAPTER_SHARE = 0.75
+DISPATCH_LIMIT, ROUTER_LIMIT = 1.15, 0.15
+#: What claim 3 leaves to noise.
+NOISE = 1.02
+
+
+def wrapped(backbone: Any, **options: Any) -> Hero:
+    return cast(Hero, arms.tree(backbone, "hero", methods.configure("hero", options)))
+
+
+def passes(backbone: Any, rows: int) -> tuple[dict[str, Callable[[], None]], float]:
+    """What is timed, by name, each over all routable layers; and the share of rows that took the FFN."""
+    handle = wrapped(backbone, strategy="auto")
+    layers, d = len(handle.routable), handle.decoder.hidden_size
+    weight = next(backbone.parameters())
+    batch = Sequences(False, rows, [rows], [0], ["benchmark"])
+    ffn_LN = ForcedTokens(ratio=ADAPTER_SHARE).open_rows(layers, batch, weight.device)
+    residual_LNd = torch.randn(layers, rows, d, device=weight.device).to(weight.dtype)
+    scale_N = torch.full((rows,), 0.7, device=weight.device)
+    blocks = [handle.decoder.blocks[layer] for layer in handle.routable]
+    adapter_rows = [x[~ffn] for x, ffn in zip(residual_LNd, ffn_LN, strict=True)]
+
+    def dense() -> None:
+        for block, x_Nd in zip(blocks, residual_LNd, strict=True):
+            block.mlp.down_proj(block.mlp.act_fn(block.mlp.gate_proj(x_Nd)) * block.mlp.up_proj(x_Nd))
+
+    def adapter() -> None:
+        for fork, x_nd in zip(handle.forks, adapter_rows, strict=True):
+            if len(x_nd):
+                fork.zero.run(x_nd)
+
+    def routed(by: Hero) -> None:
+        for fork, x_Nd, ffn_N in zip(by.forks, residual_LNd, ffn_LN, strict=True):
+            by.run_rows(fork, x_Nd, ffn_N, None, scale_N)
+
+    found = {"dense": dense, "adapter": adapter, "auto": partial(routed, handle)}
+    for strategy in ("gather", "grouped", "masked"):
+        found[strategy] = partial(routed, wrapped(backbone, strategy=strategy))
+    for form in ("dual", "matrix"):
+        router = wrapped(backbone, memory=form)
+        found[f"router, {form}"] = partial(_route, router, FoldedMath(router.router), residual_LNd)
+    return found, float(ffn_LN.float().mean())
+
+
+def _route(handle: Hero, math: FoldedMath, residual_LNd: Tensor) -> None:
+    past = None
+    for depth, residual_Nd in enumerate(residual_LNd, start=1):
+        _, past = handle.router.step(math, depth, residual_Nd.float(), past)
+
+
+def measure(work: dict[str, Callable[[], None]], repeats: int, device: torch.device) -> dict[str, float]:
+    """Median seconds of each pass."""
+    taken: dict[str, list[float]] = {name: [] for name in work}
+    order = random.Random(0)
+    with torch.no_grad():
+        for repeat in range(repeats + 1):
+            for name in order.sample(list(work), len(work)):
+                began = time.perf_counter()
+                work[name]()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                if repeat:  # the first one warms up
+                    taken[name].append(time.perf_counter() - began)
+    return {name: float(np.median(times)) for name, times in taken.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64, 1024])
+    given = parser.parse_args()
+    broken = []
+    for dtype in given.dtypes:
+        loaded = models.load("smollm2-135m-random", dtype)
+        device = loaded.model.device
+        print(
+            f"{dtype}, {loaded.model.config._name_or_path or 'SmolLM2-135M shape'}, {torch.get_num_threads()} threads"
+        )
+        names = ["dense", "adapter", "gather", "grouped", "masked", "auto", "router, dual", "router, matrix"]
+        print(f"{'rows':>6} {'executed':>9} " + " ".join(f"{name:>14}" for name in names) + "   (µs a layer)")
+        for rows in given.rows:
+            work, share = passes(loaded.model, rows)
+            took = measure(work, given.repeats, device)
+            layers = 15
+            print(
+                f"{rows:>6} {share:>9.1%} "
+                + " ".join(f"{took[name] / layers * 1e6:>8.0f} {took[name] / took['dense']:>5.0%}" for name in names)
+            )
+            ideal = share * took["dense"] + took["adapter"]
+            claims = {"auto ÷ dense": (took["auto"] / took["dense"], NOISE)}
+            if rows == 1024:
+                claims["auto ÷ (executed share × dense + adapter)"] = (took["auto"] / ideal, DISPATCH_LIMIT)
+                if dtype == "float32":
+                    claims["router ÷ dense"] = (took["router, dual"] / took["dense"], ROUTER_LIMIT)
+            for claim, (value, limit) in claims.items():
+                holds = value <= limit
+                print(f"       {claim} {value:.3f}, limit {limit}: {'holds' if holds else 'DOES NOT HOLD'}")
+                broken += [] if holds else [claim]
+    for form in ("dual", "matrix"):
+        held = 4 * depth_memory.numbers(cast(depth_memory.Form, form), MEMORY, 15)
+        print(f"memory, {form}: at most {held:,} bytes a token during one forward")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,136 @@
+"""HeRo's router in fewer products, for inference: equal to `history_router.PlainMath` to rounding.
+
+Maps with a common input are stacked, and a linear map right after another is multiplied into it:
+
+    [W_hd·diag(norm) ; W_ψ1] h̄               RMSNorm's 1/rms is one factor a row, applied after the product
+    [W_q ; W_k ; W_v ; W_n ; W_θ1|s] s        with W_hu and the path encoder's second layer multiplied in
+    [W_c ; W_θ1|c] c                          not at the first layer, where c = 0
+
+and what progress adds to the path encoder is a bias of the layer. Eager kernels cost a few microseconds each whatever
+they do, so at few rows the number of them is the router's time.
+
+The folded weights are copies, made anew when a parameter of the router changes. No gradients pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from profiler.execution.depth_memory import EPSILON, memory_of
+from profiler.execution.history_router import (
+    COMPARED,
+    CONTENT,
+    HEAD,
+    LOCAL,
+    MEMORY,
+    STATE,
+    Encoded,
+    HistoryRouter,
+    path_mask,
+)
+
+
+class FoldedMath:
+    """Implements `history_router.Math` for one state of the router's parameters."""
+
+    def __init__(self, router: HistoryRouter) -> None:
+        self._router, self._variant = router, router.variant
+        self._made_from = _fingerprint(router)
+        with torch.no_grad():
+            self._fold(router)
+
+    def is_current(self) -> bool:
+        """Whether the router's parameters are still those this was made from."""
+        return self._made_from == _fingerprint(self._router)
+
+    def _fold(self, r: HistoryRouter) -> None:
+        psi, psi_last = cast(nn.Linear, r.f_psi[0]), cast(nn.Linear, r.f_psi[2])
+        self._psi_last = psi_last.weight, psi_last.bias
+        self._input: Tensor = psi.weight
+        self._input_bias: Tensor = psi.bias
+        if self._variant in LOCAL:
+            return
+        self._width = r.norm.numel()
+        self._epsilon = r.norm.new_tensor(EPSILON)
+        self._input = torch.cat([r.W_hd.weight * r.norm, psi.weight])
+        self._input_bias = torch.cat([psi.bias.new_zeros(CONTENT), psi.bias])
+
+        path, path_last = cast(nn.Linear, r.path[0]), cast(nn.Linear, r.path[2])
+        theta, theta_last = cast(nn.Linear, r.f_theta[0]), cast(nn.Linear, r.f_theta[2])
+        weights = path.weight * path_mask(self._variant, path.weight)
+        depths_L = torch.arange(1, r.layers + 1, device=weights.device, dtype=weights.dtype)
+        progress_L2 = torch.stack([depths_L, r.layers - depths_L], dim=1) / r.layers
+        self._path = weights[:, 2:].contiguous()
+        self._path_bias_L = _product(progress_L2, weights[:, :2].T) + path.bias
+
+        blind = self._variant == "no_memory_read"
+        projections = [] if blind else [r.W_q.weight, r.W_k.weight, r.W_v.weight, r.W_n.weight]
+        of_state = torch.cat([*projections, theta.weight[:, :STATE]])
+        content, coded = of_state[:, :CONTENT], of_state[:, CONTENT:]
+        folded, bias = [_product(content, r.W_hu.weight)], F.pad(theta.bias, (len(of_state) - HEAD, 0))
+        if self._variant != "no_path":
+            folded.append(_product(coded, path_last.weight))
+            bias = bias + _product(coded, path_last.bias[:, None])[:, 0]
+        self._state, self._state_bias = torch.cat(folded, dim=1), bias
+        self._context = torch.cat([r.W_c.weight, theta.weight[:, STATE : STATE + MEMORY]])
+        self._surprise = theta.weight[:, -1].contiguous()
+        self._theta_last = theta_last.weight, theta_last.bias
+        self.memory = memory_of(r.form, r.rho_L())
+
+    def encode(self, h_Nd: Tensor, place: int | Tensor, path_N4: Tensor, depth: int) -> Encoded:
+        """See `Math`."""
+        entered = torch.addmm(self._input_bias, h_Nd, self._input.T)
+        b = F.linear(F.silu(entered[:, CONTENT:]), *self._psi_last)[:, 0]
+        length = torch.linalg.vector_norm(h_Nd, dim=1, keepdim=True)
+        per_rms = torch.addcmul(self._epsilon, length, length, value=1 / self._width).rsqrt_()
+        code = F.silu(entered[:, :CONTENT] * per_rms, inplace=True)
+        if self._variant != "no_path":
+            bias = self._path_bias_L[place - 1]
+            code = torch.cat([code, F.silu(torch.addmm(bias, path_N4, self._path.T), inplace=True)], dim=1)
+        state = torch.addmm(self._state_bias, code, self._state.T)
+        if self._variant == "no_memory_read":
+            return Encoded(state, state, state, b, (state,))
+        F.elu(state[:, : 2 * MEMORY], inplace=True).add_(1)  # φ of q and k
+        query, key, value, compared, head = state.split([MEMORY, MEMORY, MEMORY, COMPARED, HEAD], dim=1)
+        return Encoded(query, key, value, b, (head, compared))
+
+    def judge(self, encoded: Encoded, c_Nm: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """See `Math`."""
+        head = encoded.rest[0]
+        if depth == 1:
+            nu = torch.zeros_like(encoded.b)
+        elif self._variant == "no_memory_read":
+            nu = torch.ones_like(encoded.b)
+            head = head + self._surprise
+        else:
+            compared = encoded.rest[1]
+            context = F.linear(c_Nm, self._context)
+            seen = context[:, :COMPARED]
+            lengths = torch.linalg.vector_norm(compared, dim=1), torch.linalg.vector_norm(seen, dim=1)
+            nu = 1 - torch.linalg.vecdot(compared, seen).div_(torch.addcmul(self._epsilon, *lengths))
+            head = torch.addcmul(context[:, COMPARED:], nu[:, None], self._surprise).add_(head)
+        return F.linear(F.silu(head), *self._theta_last)[:, 0], nu
+
+    def local(self, h_Nd: Tensor) -> Tensor:
+        """See `Math`."""
+        return F.linear(F.silu(torch.addmm(self._input_bias, h_Nd, self._input.T)), *self._psi_last)[:, 0]
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a·b of small matrices, made once for many steps; a sum, so that no FLOP counter takes it for a step's work."""
+    return (a[:, :, None] * b[None]).sum(1)
+
+
+def _fingerprint(router: HistoryRouter) -> tuple[tuple[int, int], ...]:
+    """Tells a changed parameter: written in place, or given other storage."""
+    return tuple(_versions(router))
+
+
+def _versions(router: HistoryRouter) -> Iterator[tuple[int, int]]:
+    for parameter in router.parameters():
+        yield parameter.data_ptr(), parameter._version

@@ -19,7 +19,7 @@ import yaml
 from analysis import kernels
 from analysis.counted import NAN, Figure, against_twin, flop_skip, parameter_skip, weight_byte_skip
 from analysis.latency import cells, compare, step_samples, walls
-from profiler.intervals import Interval, median
+from profiler.intervals import SAMPLES_TO_JUDGE, Interval, median
 from profiler.records import ArmRecord, CellRecord, Manifest
 from profiler.store import Run
 
@@ -231,6 +231,7 @@ def _kernel_time_saved(tables: _Tables, cell: str, arm: str, twin: str | None) -
         missing = [name for name, found in ((arm, own), (twin, other)) if not found]
         return Figure(unit="ms", meaning=meaning, why=[f"no traced kernels of {' and '.join(missing)}"])
     n = min(tables.traced[(arm, cell)], tables.traced[(twin, cell)])
+    meaning += f", arms traced one after another, {n} each, so without an interval"
     return Figure(1 - own / other, n=n, numerator=own, denominator=other, unit="ms", meaning=meaning)
 
 
@@ -281,6 +282,8 @@ def _timed(interval: Interval, above: float, below: float, meaning: str, why: li
 def _doubts(interval: Interval) -> list[str]:
     if interval.n < 3:
         return [f"{interval.n} pairs: too few for an interval"]
+    if interval.n < SAMPLES_TO_JUDGE:
+        return [f"{interval.n} pairs: the interval is too narrow to be a 95 % one"]
     return ["interval holds 0: no difference shown"] if interval.low <= 0 <= interval.high else []
 
 

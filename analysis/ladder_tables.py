@@ -12,6 +12,7 @@ import pandas as pd
 from analysis.counted import NAN
 from analysis.ladder import HEADLINE, RUNGS, VARIANTS, ladder, warnings_of_arm, warnings_of_cell
 from analysis.latency import cells
+from profiler.intervals import SAMPLES_TO_JUDGE
 from profiler.store import Run
 
 WIDE_COLUMNS = (
@@ -23,6 +24,8 @@ BREAK_EVEN_COLUMNS = (
     "phase", "length", "arm", "twin", "batches", "saves_from", "saves_to", "loses_from", "loses_to", "unclear_from",
     "unclear_to", "break_even", "note",
 )  # fmt: skip
+#: A slow moment outlasts a decode repeat, so pairs of one or two repeats are fewer samples than they look.
+REPEATS_TO_JUDGE = 3
 _BATCH_BOUNDS = [f"{state}_{end}" for state in ("saves", "loses", "unclear") for end in ("from", "to")]
 
 
@@ -76,8 +79,9 @@ def break_even(run: Run, frame: pd.DataFrame | None = None) -> pd.DataFrame:
     Returns:
         One row per (phase, length, arm that has a twin), columns `BREAK_EVEN_COLUMNS`. A batch `saves` where the
         interval of step time saved lies above 0, `loses` where it lies below, and is `unclear` where it holds 0;
-        `_from` and `_to` are the smallest and the largest such batch, <NA> if there is none. Batches without an
-        interval are named in `note`. `break_even` says it in words.
+        `_from` and `_to` are the smallest and the largest such batch, <NA> if there is none. Batches with fewer
+        than `SAMPLES_TO_JUDGE` pairs or `REPEATS_TO_JUDGE` repeats are not judged and named in `note`. `break_even`
+        says it in words.
     """
     frame = ladder(run) if frame is None else frame
     records = {cell.name: cell for cell in cells(run)}
@@ -85,7 +89,8 @@ def break_even(run: Run, frame: pd.DataFrame | None = None) -> pd.DataFrame:
     lines = []
     for (phase, length, arm), group in saved.groupby(["phase", "length", "arm"], sort=False):
         group = group.sort_values("batch", kind="stable")
-        judged = group[group["low"].notna()]
+        few = pd.Series([0 < records[str(name)].repeats < REPEATS_TO_JUDGE for name in group["cell"]], group.index)
+        judged = group[group["low"].notna() & (group["n"] >= SAMPLES_TO_JUDGE) & ~few]
         states = [
             (int(batch), "saves" if low > 0 else "loses" if high < 0 else "unclear")
             for batch, low, high in zip(judged["batch"], judged["low"], judged["high"], strict=True)
@@ -97,8 +102,8 @@ def break_even(run: Run, frame: pd.DataFrame | None = None) -> pd.DataFrame:
             line[f"{state}_from"] = min(batches) if batches else pd.NA
             line[f"{state}_to"] = max(batches) if batches else pd.NA
         line["break_even"] = _break_even_in_words(states)
-        unjudged = [str(batch) for batch, low in zip(group["batch"], group["low"], strict=True) if low != low]
-        notes = [f"no interval at batch {', '.join(unjudged)}"] if unjudged else []
+        unjudged = [str(batch) for batch in group["batch"][~group.index.isin(judged.index)]]
+        notes = [f"too few repeats to judge batch {', '.join(unjudged)}"] if unjudged else []
         notes += [f"{name}: {text}" for name in group["cell"] for text in warnings_of_cell(run, records[str(name)])]
         line["note"] = "; ".join([*notes, *warnings_of_arm(run, run.manifest.arm(str(arm)))])
         lines.append(line)
@@ -116,7 +121,7 @@ def _break_even_in_words(states: list[tuple[int, str]]) -> str:
     if crossings:
         return ", ".join(crossings)
     if not states:
-        return "not judged: no interval"
+        return "not judged: too few repeats"
     if not definite:
         return "not decided: every interval holds 0"
     state, unclear = definite[0][1], [str(batch) for batch, found in states if found == "unclear"]

@@ -16,6 +16,7 @@ from analysis import wording
 from analysis.ladder import HEADLINE
 from analysis.overview import Overview
 from analysis.routing import ALL_DOMAINS
+from profiler.records import RECORDER_COST
 
 SMALL = "†"
 LONG_TEXT = 40
@@ -263,6 +264,12 @@ def rule_summary(found: Overview) -> Table:
     )
 
 
+def _outcome(rule: Any) -> str:
+    if not rule.passed:
+        return "FAILED"
+    return "printed" if rule.rule == RECORDER_COST else "held"
+
+
 def rules(found: Overview) -> Table:
     """Every check of a rule, with its figures; failed ones are marked."""
     return table(
@@ -272,7 +279,11 @@ def rules(found: Overview) -> Table:
             ("What it demands", False, lambda r: text(r.name)),
             _ARM,
             ("Cell", False, lambda r: text(r.cell)),
-            ("Outcome", False, lambda r: "held" if r.passed else "FAILED"),
+            (
+                "Outcome",
+                False,
+                _outcome,
+            ),
             ("Detail", False, lambda r: text(r.detail)),
         ],
         [not passed for passed in found.rules["passed"]],

@@ -22,14 +22,14 @@ LIMIT = 0.03
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=8)
     repeats = parser.parse_args().repeats
     spec = load(
         "quickstart",
         [
             "name=recorder-cost",
             "cells.prefill=null",
-            "cells.decode={batch: [8], context: [128], new_tokens: 16}",
+            "cells.decode={batch: [8], context: [128], new_tokens: 48}",
             "trace=null",
             "measure.warmup=1",
             f"measure.max_repeats={repeats}",

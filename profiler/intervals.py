@@ -15,6 +15,9 @@ from scipy import stats
 #: Two-sided confidence of every interval the product prints.
 CONFIDENCE = 0.95
 RESAMPLES = 2000
+#: Samples from which the percentile bootstrap keeps its promise: simulated, it covers 72 % at 3, 90 % at 4, 95 %
+#: from 5. Below, an interval is still printed, marked, and nothing is concluded from it.
+SAMPLES_TO_JUDGE = 5
 #: Values resampled at once; the bound on memory, since a long cell has tens of thousands of pairs.
 VALUES_AT_ONCE = 4_000_000
 

@@ -32,7 +32,7 @@ from profiler.arms import Arm
 from profiler.execution.sequences import RowView
 from profiler.intervals import Interval, ratio_of_medians
 from profiler.recorder import StepData
-from profiler.records import CellRecord, RuleRecord
+from profiler.records import RECORDER_COST, CellRecord, RuleRecord
 from profiler.stepdata import Place, decision_rows, digest, executed_as_decided, segment_rows
 from profiler.writer import Rows, RunWriter
 
@@ -411,7 +411,7 @@ class CellRun:
         cost, low, high = ratio.value - 1, ratio.low - 1, ratio.high - 1
         within = f"[{low:+.1%}, {high:+.1%}]" if math.isfinite(low) else "[too few pairs for an interval]"
         return RuleRecord(
-            rule=14,
+            rule=RECORDER_COST,
             name="recorder's own cost",
             arm=arm.name,
             cell=self.inputs.cell.name,

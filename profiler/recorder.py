@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -35,7 +36,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 class Probe:
     """The first product of a choice: rows are counted where they enter `module`.
 
-    `whole` marks products that are outside the batch's row view (the head, a router): all their rows are real.
+    `whole` marks products that attend nothing and may see other rows than the batch's (the head, a router).
     """
 
     layer: int
@@ -230,6 +231,7 @@ class Recorder:
     _open: bool = False
     _range: Any = None
     _handles: list[Any] = field(default_factory=list)
+    _watched: list[tuple[nn.Module, Callable[..., Any] | None]] = field(default_factory=list)
     _device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     # -- what methods call ------------------------------------------------------------------------
@@ -261,6 +263,25 @@ class Recorder:
         kept = [value.detach().reshape(-1).to(torch.float32) for value in (choice, gate, *signals.values())]
         self._buffer.numbers[: len(kept), columns].copy_(torch.stack(kept))
 
+    def gate_table(self, layer: int, site: str, table: Tensor, signals: tuple[str, ...] = ()) -> None:
+        """`gate` for decisions that lie in one table already, as frozen ones do; a fraction of its cost.
+
+        Args:
+            layer, site: where.
+            table: `[2 + signals, N]` float32 on the model's device: choice, gate value, then the signals.
+            signals: their names.
+        """
+        if not self.recording:
+            return
+        size = table.shape[1]
+        columns = slice(self._filled, self._filled + size)
+        if not self._buffer.reserve(table.shape[0], columns.stop, self._filled, self._device):
+            self._dropped += size
+            return
+        self._slots.append(_Slot(layer, site, columns, signals))
+        self._filled = columns.stop
+        self._buffer.numbers[: table.shape[0], columns].copy_(table)
+
     def entered(self, layer: int, site: str, choice: int, rows: Tensor) -> None:
         """Count rows of a product that has their number from the device: `rows`, an integer read at the step's end."""
         if self.recording:
@@ -284,7 +305,11 @@ class Recorder:
     # -- attaching --------------------------------------------------------------------------------
 
     def attach(self, subject: Recordable) -> None:
-        """Install the hooks on a wrapped model. Nothing is recorded until `mode` leaves `off`."""
+        """Watch a wrapped model. Nothing is recorded until `mode` leaves `off`.
+
+        Parts are watched by a `forward` of their own rather than by module hooks, which cost several times as much a
+        call: a step has hundreds. `partial` of bound methods, so that a deep copy of the tree watches itself.
+        """
         if self._subject is not None:
             raise ValueError("a recorder serves one model tree; this one is attached already")
         self._subject = subject
@@ -292,53 +317,57 @@ class Recorder:
         self._device = next(root.parameters()).device
         self._handles.append(root.register_forward_pre_hook(self._begin, prepend=True))
         for site in subject.spans():
-            self._handles.append(site.module.register_forward_pre_hook(self._opener(site)))
-            self._handles.append(site.module.register_forward_hook(self._closer()))
+            self._watch(site.module, partial(self._timed, site.segment, site.layer))
         for probe in subject.probes():
-            self._handles.append(probe.module.register_forward_pre_hook(self._counter(probe)))
+            self._watch(probe.module, partial(self._counted, (probe.layer, probe.site, probe.choice), probe.whole))
         self._handles.append(root.register_forward_hook(self._end, always_call=True))
 
     def detach(self) -> None:
-        """Remove every hook; the model runs as if never recorded."""
+        """Watch no longer; the model runs as if never recorded."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._subject, self.mode, self._open = [], None, "off", False
+        for module, before in reversed(self._watched):
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+        self._handles, self._watched, self._subject, self.mode, self._open = [], [], None, "off", False
 
-    def _opener(self, site: SpanSite) -> Callable[..., None]:
-        segment, layer = site.segment, site.layer
+    def _watch(self, module: nn.Module, around: Callable[..., Any]) -> None:
+        self._watched.append((module, module.__dict__.get("forward")))
+        module.forward = partial(around, module.forward)
 
-        def open_span(module: nn.Module, args: Any) -> None:
-            if self._open:
-                self._push(segment, layer)
+    def _timed(self, segment: str, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._open:
+            return forward(*args, **kwargs)
+        self._push(segment, layer)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._pop()
 
-        return open_span
+    def _counted(
+        self, key: tuple[int, str, int], whole: bool, forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.recording:
+            found = self._counts.get(key)
+            if found is None:
+                found = self._counts[key] = Count()
+            self._count(found, x.numel() // x.shape[-1], whole, every=key[0] < 0)
+        return forward(x, *args, **kwargs)
 
-    def _closer(self) -> Callable[..., None]:
-        def close_span(module: nn.Module, args: Any, output: Any) -> None:
-            if self._open:
-                self._pop()
-
-        return close_span
-
-    def _counter(self, probe: Probe) -> Callable[..., None]:
-        key = (probe.layer, probe.site, probe.choice)
-
-        def count(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if not self.recording:
-                return
-            x = args[0]
-            entered = x.numel() // x.shape[-1]
-            found = self._counts.setdefault(key, Count())
-            if probe.whole:
-                found.rows += entered
-                return
-            view = self._view if self._view is not None else self._sequences().view
-            found.rows += entered - view.pads
-            found.padded += view.pads
-            found.context += view.context
-            found.context_full += view.context_full
-
-        return count
+    def _count(self, found: Count, entered: int, whole: bool, *, every: bool) -> None:
+        view = self._view if self._view is not None else self._sequences().view
+        if whole:
+            # The head computes pads where it computes every row of a padded batch; a router never sees one.
+            pads = view.pads if every and entered == view.rows + view.pads else 0
+            found.rows += entered - pads
+            found.padded += pads
+            return
+        found.rows += entered - view.pads
+        found.padded += view.pads
+        found.context += view.context
+        found.context_full += view.context_full
 
     def _sequences(self) -> Sequences:
         assert self._subject is not None and self._subject.tracker.current is not None

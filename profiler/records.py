@@ -17,6 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 FORMAT = 1
 
+#: The rule whose outcome is a figure to be printed, not a condition: what recording costs.
+RECORDER_COST = 14
+
 State = Literal["running", "complete", "interrupted", "failed"]
 Phase = Literal["prefill", "decode", "mixed"]
 Pass = Literal["warmup", "bare", "instrumented", "traced", "quality", "serving"]

@@ -107,8 +107,9 @@ def keys_and_values(block: nn.Module, hidden: Tensor, tables: tuple[Tensor, Tens
         tables: rotary cosines and sines, `[B or 1, T, head dim]`.
     """
     attention = cast(Any, block.self_attn)
-    # Past the norm's hooks: a segment clock would book it as a norm the block ran.
-    normed = cast(nn.Module, block.input_layernorm).forward(hidden)
+    norm = cast(nn.Module, block.input_layernorm)
+    # Past the recorder: its clock would book this as a norm the block ran.
+    normed = type(norm).forward(norm, hidden)
     shape = (*hidden.shape[:-1], -1, attention.head_dim)
     keys, values = (part(normed).view(shape).transpose(1, 2) for part in (attention.k_proj, attention.v_proj))
     rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb

@@ -53,12 +53,11 @@ class Gates:
         """The decisions of sequences `indices`, in that order, duplicates allowed."""
         return Gates(tuple(self.of_S[i] for i in indices))
 
-    def columns(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Choice (1 runs, 0 skips), gate value and logit, `[S]` float32 each, on `device`. Made once."""
-        found: tuple[Tensor, Tensor, Tensor] | None = self.__dict__.get("_columns")
-        if found is None or found[0].device != device:
-            choice, value, logit = torch.tensor(self.of_S, dtype=torch.float32, device=device).T.contiguous()
-            found = self.__dict__["_columns"] = (choice, value, logit)
+    def table(self, device: torch.device) -> Tensor:
+        """`[3, S]` float32 on `device`: choice (1 runs, 0 skips), gate value, logit. Made once."""
+        found: Tensor | None = self.__dict__.get("_table")
+        if found is None or found.device != device:
+            found = self.__dict__["_table"] = torch.tensor(self.of_S, dtype=torch.float32, device=device).T.contiguous()
         return found
 
 

@@ -439,8 +439,7 @@ class LayerRoute(Trainable):
                 kept = cache_layer(cache, layer, len(self.routers))
                 gates = self._kept_gates(layer, hidden, sequences, kept)
             if recorder.recording:
-                choice, value, logit = gates.columns(hidden.device)
-                recorder.gate(layer, "block", choice, value, logit=logit)
+                recorder.gate_table(layer, "block", gates.table(hidden.device), ("logit",))
         if self.config.kv_policy == "project":
             block = self.decoder.blocks[layer]
             return run_projecting(block, run_block, hidden, kwargs, sequences, gates, recorder, layer, projected)

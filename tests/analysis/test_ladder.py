@@ -390,7 +390,7 @@ def test_wide_has_headlines_and_both_times(example: Run, frame: pd.DataFrame) ->
 
 def swept(*intervals: tuple[int, float, float]) -> pd.DataFrame:
     base = {"cell": "cell", "phase": "prefill", "length": 4, "arm": "a", "twin": "b", "rung": "step_time_saved"}
-    return pd.DataFrame([{**base, "batch": b, "low": low, "high": high} for b, low, high in intervals])
+    return pd.DataFrame([{**base, "batch": b, "low": low, "high": high, "n": 8} for b, low, high in intervals])
 
 
 NAN = float("nan")
@@ -413,7 +413,7 @@ NAN = float("nan")
             "none seen: saves where it is clear, unclear at batch 4",
         ),
         ([(1, -0.1, 0.2), (2, 0.0, 0.2)], (None, None, None, None, 1, 2), "not decided: every interval holds 0"),
-        ([(1, NAN, NAN)], (None,) * 6, "not judged: no interval"),
+        ([(1, NAN, NAN)], (None,) * 6, "not judged: too few repeats"),
     ],
 )
 def test_break_even(
@@ -427,7 +427,7 @@ def test_break_even(
     assert tuple(None if pd.isna(row[name]) else row[name] for name in names) == bounds
     assert row["break_even"] == words
     assert row["batches"] == ", ".join(str(batch) for batch, *_ in sorted(intervals))
-    assert ("no interval at batch 1" in row["note"]) == (words == "not judged: no interval")
+    assert ("too few repeats to judge batch 1" in row["note"]) == (words == "not judged: too few repeats")
 
 
 def test_break_even_of_the_example(example: Run) -> None:

@@ -41,9 +41,9 @@ def test_gates_say_who_runs() -> None:
     assert GATES.chosen == [0, 2]
     assert GATES.select([1, 1, 2]).of_S == (GATES.of_S[1], GATES.of_S[1], GATES.of_S[2])
     assert GATES.select([1, 1, 2]).chosen == [2]
-    columns = GATES.columns(torch.device("cpu"))
-    assert [column.tolist() for column in columns] == [[1, 0, 1], [0.75, 0.25, 0.5], [1.5, -1.5, 0.25]]
-    assert GATES.columns(torch.device("cpu")) is columns
+    table = GATES.table(torch.device("cpu"))
+    assert table.tolist() == [[1, 0, 1], [0.75, 0.25, 0.5], [1.5, -1.5, 0.25]]
+    assert GATES.table(torch.device("cpu")) is table
 
 
 def test_a_request_is_held_from_its_prompt_on() -> None:

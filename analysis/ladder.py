@@ -282,9 +282,10 @@ def _timed(interval: Interval, above: float, below: float, meaning: str, why: li
 def _doubts(interval: Interval) -> list[str]:
     if interval.n < 3:
         return [f"{interval.n} pairs: too few for an interval"]
+    found = ["interval holds 0: no difference shown"] if interval.low <= 0 <= interval.high else []
     if interval.n < SAMPLES_TO_JUDGE:
-        return [f"{interval.n} pairs: the interval is too narrow to be a 95 % one"]
-    return ["interval holds 0: no difference shown"] if interval.low <= 0 <= interval.high else []
+        found.append(f"{interval.n} pairs: the interval is too narrow to be a 95 % one")
+    return found
 
 
 def _realised_fraction(saved: Figure, skip: Figure) -> Figure:

@@ -50,6 +50,7 @@ from torch import Tensor, nn
 from profiler.costs import block_choice, key_value_choice, shared_choices, without
 from profiler.errors import InputError, RuleError
 from profiler.execution import lora
+from profiler.execution.backbone_facts import backbone_facts, base_sample, refuse_another_backbone
 from profiler.execution.blocks import cache_layer, refuse_other_attention, run_gated, run_projecting
 from profiler.execution.checkpoint_files import read_json, read_tensors
 from profiler.execution.decoder import ADDED, ATTENTION_PARTS, decoder
@@ -69,14 +70,12 @@ if TYPE_CHECKING:
 
     from profiler.recorder import Recorder
 
+METHOD = "layerroute"
 SKIP, RUN = 0, 1
 KV_PARTS = ("k_proj", "v_proj")
 CONFIG_FILE, ROUTERS_FILE = "config.json", "routers.safetensors"
 #: Format of a checkpoint folder. 1: config.json, routers.safetensors and, with LoRA, peft's two files.
 FORMAT = 1
-#: Relative distance between two backbones' sampled weights above which they are not the same model. Rounding to
-#: bfloat16 moves it by 0.002, four-bit quantisation by about 0.1; unrelated weights are 1.4 apart.
-SAME_BACKBONE = 0.35
 
 
 class ForcedOption(MethodConfig):
@@ -313,8 +312,8 @@ class LayerRoute(Trainable):
             for name, tensor in router.named_parameters()
         }
         facts = {
-            "format": FORMAT, **self._facts(), "base": base, "lora": self.lora is not None,
-            "base_sample": [round(value, 6) for value in lora.sample(self.decoder).tolist()],
+            "format": FORMAT, **backbone_facts(self.decoder, METHOD), "base": base, "lora": self.lora is not None,
+            "base_sample": base_sample(self.decoder),
         }  # fmt: skip
         (folder / CONFIG_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         save_file(routers, folder / ROUTERS_FILE)
@@ -323,7 +322,9 @@ class LayerRoute(Trainable):
 
     def restore(self, folder: Path) -> None:
         facts = read_json(folder, CONFIG_FILE)
-        self._refuse_another_base(folder, facts)
+        if facts.get("format") != FORMAT:
+            raise InputError(f"checkpoint {folder}: its format is {facts.get('format')!r}, this version reads {FORMAT}")
+        refuse_another_backbone(folder, facts, self.decoder, METHOD)
         shapes = {f"{i}.{n}": tuple(p.shape) for i, r in enumerate(self.routers) for n, p in r.named_parameters()}
         tensors = read_tensors(folder, ROUTERS_FILE, shapes)
         if self.lora is not None:
@@ -334,35 +335,6 @@ class LayerRoute(Trainable):
                     parameter.copy_(tensors[f"{i}.{name}"])
         self._trained = True
         self._requests.clear()
-
-    def _facts(self) -> dict[str, Any]:
-        """What a checkpoint and a model must agree on."""
-        config = self.model.config
-        return {
-            "method": "layerroute",
-            "architecture": type(self.model).__name__,
-            "layers": len(self.routers),
-            "hidden_size": self.decoder.hidden_size,
-            "attention_heads": int(config.num_attention_heads),
-            "key_value_heads": int(config.num_key_value_heads),
-        }
-
-    def _refuse_another_base(self, folder: Path, facts: dict[str, Any]) -> None:
-        if facts.get("format") != FORMAT:
-            raise InputError(f"checkpoint {folder}: its format is {facts.get('format')!r}, this version reads {FORMAT}")
-        for key, value in self._facts().items():
-            if facts.get(key) != value:
-                raise InputError(f"checkpoint {folder}: its {key} is {facts.get(key)!r}, this model's is {value!r}")
-        listed, mine = facts.get("base_sample"), lora.sample(self.decoder)
-        if not isinstance(listed, list) or [type(value) for value in listed] != [float] * len(mine):
-            raise InputError(f"checkpoint {folder}: {CONFIG_FILE} must hold a base_sample of {len(mine)} numbers")
-        theirs = torch.tensor(listed)
-        distance = float((theirs - mine).norm() / theirs.norm().clamp(min=1e-12))
-        if not distance <= SAME_BACKBONE:
-            raise InputError(
-                f"checkpoint {folder}: it was trained on {facts.get('base') or 'another backbone'}; this model has its "
-                f"shape and other weights (sampled weights differ by {distance:.0%}, at most {SAME_BACKBONE:.0%})"
-            )
 
     def adapt_twin(self, twin: PreTrainedModel) -> None:
         if self.lora is not None:

@@ -1,8 +1,8 @@
 """All that a method sees of the measuring side: `gate`, `executing`, `span`.
 
 One recorder serves one model tree. Detached, every call returns at once. Attached, a forward of the model is
-one *step*: decisions go into preallocated buffers on the model's device, rows are counted by pre-hooks where
-they enter a branch's first product, and segments are timed by hooks; at the end of the forward one copy brings
+one *step*: decisions go into preallocated buffers on the model's device, rows are counted where they enter a branch's
+first product, and segments are timed around their modules; at the end of the forward one copy brings
 the buffers to the host and a `StepData` goes to the sink. Nothing here waits for the device inside a step.
 
 Not here: turning steps into table rows (`stepdata`), files (`store`), when to measure (`measure`).
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -104,33 +104,36 @@ class StepData:
 
 
 class _CpuClock:
-    """Attributes wall time to the innermost open segment; parents get what their children leave."""
+    """Attributes wall time to the innermost open segment; parents get what their children leave.
+
+    Inside the step only the time and which segment opened (None: the last one closed) are noted; adding up waits.
+    """
 
     def __init__(self) -> None:
-        self.spent: dict[tuple[str, int], int] = {}
-        self._stack: list[tuple[str, int]] = []
-        self._last = 0
+        self._marks: list[tuple[int, tuple[str, int] | None]] = []
 
     def start(self) -> None:
-        self.spent = {}
-        self._stack = []
+        self._marks = []
 
     def push(self, segment: str, layer: int) -> None:
-        now = time.perf_counter_ns()
-        if self._stack:
-            top = self._stack[-1]
-            self.spent[top] = self.spent.get(top, 0) + now - self._last
-        self._stack.append((segment, layer))
-        self._last = time.perf_counter_ns()
+        self._marks.append((time.perf_counter_ns(), (segment, layer)))
 
     def pop(self) -> None:
-        now = time.perf_counter_ns()
-        top = self._stack.pop()
-        self.spent[top] = self.spent.get(top, 0) + now - self._last
-        self._last = now
+        self._marks.append((time.perf_counter_ns(), None))
 
     def finish(self) -> tuple[dict[tuple[str, int], int], int | None]:
-        return self.spent, None
+        spent: dict[tuple[str, int], int] = {}
+        stack: list[tuple[str, int]] = []
+        last = 0
+        for now, opened in self._marks:
+            if stack:
+                spent[stack[-1]] = spent.get(stack[-1], 0) + now - last
+            if opened is None:
+                stack.pop()
+            else:
+                stack.append(opened)
+            last = now
+        return spent, None
 
 
 class _CudaClock:
@@ -202,6 +205,16 @@ class _Slot:
     columns: slice
     signals: tuple[str, ...]
 
+    def read(self, numbers: NDArray[np.float32]) -> Decision:
+        """What the buffer holds in this slot."""
+        return Decision(
+            self.layer,
+            self.site,
+            numbers[0, self.columns].astype(np.int16),
+            numbers[1, self.columns],
+            {name: numbers[row, self.columns] for row, name in enumerate(self.signals, start=2)},
+        )
+
 
 @dataclass
 class Recorder:
@@ -220,7 +233,7 @@ class Recorder:
     phase: str | None = None
     _subject: Recordable | None = None
     _buffer: _Buffer = field(default_factory=_Buffer)
-    _slots: list[_Slot] = field(default_factory=list)
+    _slots: list[_Slot | Decision] = field(default_factory=list)
     _filled: int = 0
     _dropped: int = 0
     _counts: dict[tuple[int, str, int], Count] = field(default_factory=dict)
@@ -241,8 +254,18 @@ class Recorder:
         """Whether a step is being recorded now; work that only serves a record can be left out otherwise."""
         return self._open and self._clock is not None
 
-    def gate(self, layer: int, site: str, choice: Tensor, gate: Tensor, **signals: Tensor) -> None:
+    def gate(
+        self,
+        layer: int,
+        site: str,
+        choice: Tensor | NDArray[np.int16],
+        gate: Tensor | NDArray[np.float32],
+        **signals: Tensor | NDArray[np.float32],
+    ) -> None:
         """Record N decisions: one per sequence of the batch, or one per token row.
+
+        Tensors go into the step's buffer. NumPy arrays are decisions that the host holds already, as frozen ones are:
+        they are kept as they are, which costs next to nothing, and must not change afterwards.
 
         Args:
             layer, site: where.
@@ -252,6 +275,9 @@ class Recorder:
         """
         if not self.recording:
             return
+        if isinstance(choice, np.ndarray):
+            self._slots.append(Decision(layer, site, choice, gate, signals))  # type: ignore[arg-type]
+            return
         size = choice.numel()
         columns = slice(self._filled, self._filled + size)
         if not self._buffer.reserve(2 + len(signals), columns.stop, self._filled, self._device):
@@ -260,27 +286,10 @@ class Recorder:
         self._slots.append(_Slot(layer, site, columns, tuple(signals)))
         self._filled = columns.stop
         # Stacked first: one copy into the buffer instead of one a column halves what this costs at few decisions.
-        kept = [value.detach().reshape(-1).to(torch.float32) for value in (choice, gate, *signals.values())]
+        kept = [
+            cast(Tensor, value).detach().reshape(-1).to(torch.float32) for value in (choice, gate, *signals.values())
+        ]
         self._buffer.numbers[: len(kept), columns].copy_(torch.stack(kept))
-
-    def gate_table(self, layer: int, site: str, table: Tensor, signals: tuple[str, ...] = ()) -> None:
-        """`gate` for decisions that lie in one table already, as frozen ones do; a fraction of its cost.
-
-        Args:
-            layer, site: where.
-            table: `[2 + signals, N]` float32 on the model's device: choice, gate value, then the signals.
-            signals: their names.
-        """
-        if not self.recording:
-            return
-        size = table.shape[1]
-        columns = slice(self._filled, self._filled + size)
-        if not self._buffer.reserve(table.shape[0], columns.stop, self._filled, self._device):
-            self._dropped += size
-            return
-        self._slots.append(_Slot(layer, site, columns, signals))
-        self._filled = columns.stop
-        self._buffer.numbers[: table.shape[0], columns].copy_(table)
 
     def entered(self, layer: int, site: str, choice: int, rows: Tensor) -> None:
         """Count rows of a product that has their number from the device: `rows`, an integer read at the step's end."""
@@ -416,23 +425,12 @@ class Recorder:
             return
         if output is None:  # the forward raised: there is no step
             return
-        rows = 2 + max((len(slot.signals) for slot in self._slots), default=0)
-        numbers = self._buffer.numbers[:rows, : self._filled].to("cpu", copy=True).numpy()
+        decisions = self._decisions()
         self._count_late()
         segment_ns, device_ns = self._clock.finish()
         wall_ns = time.perf_counter_ns() - self._began_ns
         if self.sink is None or self._subject is None:
             return
-        decisions = [
-            Decision(
-                slot.layer,
-                slot.site,
-                numbers[0, slot.columns].astype(np.int16),
-                numbers[1, slot.columns],
-                {name: numbers[row, slot.columns] for row, name in enumerate(slot.signals, start=2)},
-            )
-            for slot in self._slots
-        ]
         sequences = self._sequences()
         self.sink(
             StepData(
@@ -447,6 +445,14 @@ class Recorder:
                 dropped=self._dropped,
             )
         )
+
+    def _decisions(self) -> list[Decision]:
+        """The step's decisions, in order, on the host: one copy of the buffer, none where nothing is in it."""
+        if not self._filled:
+            return [slot for slot in self._slots if isinstance(slot, Decision)]
+        rows = 2 + max(len(slot.signals) for slot in self._slots if isinstance(slot, _Slot))
+        numbers = self._buffer.numbers[:rows, : self._filled].to("cpu", copy=True).numpy()
+        return [slot if isinstance(slot, Decision) else slot.read(numbers) for slot in self._slots]
 
     def _count_late(self) -> None:
         if self._late:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from profiler.errors import InputError
 from profiler.execution.sequences import Sequences
@@ -53,12 +53,11 @@ class Gates:
         """The decisions of sequences `indices`, in that order, duplicates allowed."""
         return Gates(tuple(self.of_S[i] for i in indices))
 
-    def table(self, device: torch.device) -> Tensor:
-        """`[3, S]` float32 on `device`: choice (1 runs, 0 skips), gate value, logit. Made once."""
-        found: Tensor | None = self.__dict__.get("_table")
-        if found is None or found.device != device:
-            found = self.__dict__["_table"] = torch.tensor(self.of_S, dtype=torch.float32, device=device).T.contiguous()
-        return found
+    @cached_property
+    def columns(self) -> tuple[NDArray[np.int16], NDArray[np.float32], NDArray[np.float32]]:
+        """Choice (1 runs, 0 skips), gate value and logit, `[S]` each, as the recorder takes them. Made once."""
+        run, value, logit = zip(*self.of_S, strict=True)
+        return np.array(run, np.int16), np.array(value, np.float32), np.array(logit, np.float32)
 
 
 @dataclass

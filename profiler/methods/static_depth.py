@@ -167,7 +167,7 @@ class StaticDepth(Method):
             else:
                 gates = kept.gates
         if self.recorder.recording:
-            self.recorder.gate_table(layer, "block", gates.table(hidden_states.device)[:2])
+            self.recorder.gate(layer, "block", *gates.columns[:2])
         hidden = run_gated(run_block, hidden_states, kwargs, sequences, gates, self.recorder, layer)
         if kept is not None:
             kept.advance(sequences.width)

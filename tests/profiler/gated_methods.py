@@ -81,7 +81,7 @@ class MeanGate(Method):
             if kept is not None:
                 kept.settle(gates, sequences.width)
         if self.recorder.recording:
-            choice, value, logit = gates.table(hidden_states.device)
+            choice, value, logit = gates.columns
             self.recorder.gate(layer, "block", choice, value, logit=logit)
         hidden = self.run_block(block, hidden_states, kwargs, sequences, gates, layer)
         if kept is not None:
@@ -164,6 +164,6 @@ class CountsTwice(MeanGate):
 
     def run_block(self, block: Any, hidden: Tensor, kwargs: Any, sequences: Sequences, gates: Gates, i: int) -> Tensor:
         if i == 0 and self.recorder.recording:
-            choice, value, logit = gates.table(hidden.device)
+            choice, value, logit = gates.columns
             self.recorder.gate(i, "block", choice, value, logit=logit)
         return super().run_block(block, hidden, kwargs, sequences, gates, i)

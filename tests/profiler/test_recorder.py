@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -89,6 +90,27 @@ def test_decisions_arrive_as_they_were_given() -> None:
     assert {n: v.tolist() for n, v in third.signals.items()} == {"a": [*range(9)], "b": [-i for i in range(9)]}
     assert [d.choice.dtype for d in (first, second, third)] == ["int16"] * 3
     assert model.steps[0].dropped == 0
+
+
+def test_decisions_the_host_holds_come_in_their_place_and_take_no_room_in_the_buffer() -> None:
+    held = np.array([1, 0], np.int16), np.array([0.75, 0.25], np.float32)
+
+    def work(model: Stand, hidden: Tensor) -> None:
+        model.recorder.gate(0, "block", *held, logit=np.array([1.5, -1.5], np.float32))
+        model.recorder.gate(1, "ffn", torch.tensor([1, 1]), torch.tensor([0.5, 0.625]), logit=torch.tensor([2.0, 4.0]))
+        model.recorder.gate(2, "block", *held)
+
+    model = stand(work)
+    model(IDS)
+    assert [
+        (d.layer, d.site, d.choice.tolist(), d.gate.tolist(), {n: v.tolist() for n, v in d.signals.items()})
+        for d in model.steps[0].decisions
+    ] == [
+        (0, "block", [1, 0], [0.75, 0.25], {"logit": [1.5, -1.5]}),
+        (1, "ffn", [1, 1], [0.5, 0.625], {"logit": [2.0, 4.0]}),
+        (2, "block", [1, 0], [0.75, 0.25], {}),
+    ]
+    assert model.recorder._buffer.numbers.shape == (3, 2)
 
 
 def test_each_step_has_its_own_decisions_though_buffers_are_reused() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 
 import pytest
-import torch
 
 from profiler.errors import InputError
 from profiler.execution import gates as module
@@ -41,9 +40,10 @@ def test_gates_say_who_runs() -> None:
     assert GATES.chosen == [0, 2]
     assert GATES.select([1, 1, 2]).of_S == (GATES.of_S[1], GATES.of_S[1], GATES.of_S[2])
     assert GATES.select([1, 1, 2]).chosen == [2]
-    table = GATES.table(torch.device("cpu"))
-    assert table.tolist() == [[1, 0, 1], [0.75, 0.25, 0.5], [1.5, -1.5, 0.25]]
-    assert GATES.table(torch.device("cpu")) is table
+    choice, value, logit = GATES.columns
+    assert (choice.tolist(), value.tolist(), logit.tolist()) == ([1, 0, 1], [0.75, 0.25, 0.5], [1.5, -1.5, 0.25])
+    assert (choice.dtype, value.dtype, logit.dtype) == ("int16", "float32", "float32")
+    assert GATES.columns is GATES.columns
 
 
 def test_a_request_is_held_from_its_prompt_on() -> None:

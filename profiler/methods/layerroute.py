@@ -411,7 +411,8 @@ class LayerRoute(Trainable):
                 kept = cache_layer(cache, layer, len(self.routers))
                 gates = self._kept_gates(layer, hidden, sequences, kept)
             if recorder.recording:
-                recorder.gate_table(layer, "block", gates.table(hidden.device), ("logit",))
+                choice, value, logit = gates.columns
+                recorder.gate(layer, "block", choice, value, logit=logit)
         if self.config.kv_policy == "project":
             block = self.decoder.blocks[layer]
             return run_projecting(block, run_block, hidden, kwargs, sequences, gates, recorder, layer, projected)

@@ -6,7 +6,9 @@ Works on real weights and on the meta device alike. Conventions:
   which is what `torch.utils.flop_counter` counts.
 - A linear map `[in, out]` costs `2·in·out` FLOPs a row.
 - Attention products (scores and values) cost `4·heads·head_dim` FLOPs for each (row, attended position) pair;
-  grouped-query attention shrinks K and V projections and the cache, not these products.
+  grouped-query attention shrinks K and V projections and the cache, not these products. Multi-head latent attention
+  costs `2·heads·(key dim + value dim)` a pair and caches the latent; a row pays once for making its keys and values
+  from it. What is not counted: transformers makes them anew for every cached position in each decode step.
 - `weight_bytes` are all weights of the choice's modules, norms and biases included, read once by a step in which
   any row takes it. An embedding look-up reads `d·itemsize` bytes a token and is not counted; a tied head is (the
   product reads it).
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
-from profiler.execution.decoder import ADDED, Decoder, decoder
+from profiler.execution.decoder import ADDED, Decoder, decoder, is_latent
 from profiler.records import Choice
 
 if TYPE_CHECKING:
@@ -54,10 +56,14 @@ def attention_choice(dec: Decoder, layer: int, *, site: str = "attention", index
     attention = cast(nn.Module, block.self_attn)
     config = dec.model.config
     heads = int(config.num_attention_heads)
-    head_dim = cast(nn.Linear, attention.q_proj).out_features // heads
-    key_width = cast(nn.Linear, attention.k_proj).out_features
-    value_width = cast(nn.Linear, attention.v_proj).out_features
-    itemsize = cast(nn.Linear, attention.k_proj).weight.element_size()
+    query = cast(nn.Linear, attention.q_proj)
+    key_dim = query.out_features // heads
+    if is_latent(attention):
+        value_dim = cast(nn.Linear, attention.o_proj).in_features // heads
+        cached = cast(nn.Linear, attention.kv_a_proj_with_mqa).out_features
+    else:
+        value_dim = key_dim
+        cached = sum(cast(nn.Linear, part).out_features for part in (attention.k_proj, attention.v_proj))
     parts = [attention, cast(nn.Module, block.input_layernorm)]
     return Choice(
         layer=layer,
@@ -67,9 +73,9 @@ def attention_choice(dec: Decoder, layer: int, *, site: str = "attention", index
         segments=["attention"],
         backbone_parameters=parameters(parts),
         flops_per_row=_flops_per_row(attention),
-        flops_per_context=4 * heads * head_dim,
+        flops_per_context=2 * heads * (key_dim + value_dim),
         weight_bytes=_bytes(parts),
-        kv_bytes_per_row=(key_width + value_width) * itemsize,
+        kv_bytes_per_row=cached * query.weight.element_size(),
     )
 
 
@@ -157,7 +163,7 @@ def shared_choices(dec: Decoder) -> list[Choice]:
 
 def dense_choices(model: PreTrainedModel) -> list[Choice]:
     """Every site of an unrouted decoder, one choice each; their parameters add up to the model's."""
-    dec = decoder(model)
+    dec = decoder(model, latent=True)
     layers = range(len(dec.blocks))
     per_layer = [choice for i in layers for choice in (attention_choice(dec, i), ffn_choice(dec, i))]
     return [*shared_choices(dec), *per_layer]

@@ -98,7 +98,10 @@ def flops(choices: Iterable[Choice], share: float, *, rows: int, context: int, s
 
 @dataclass(frozen=True)
 class ArmPlan:
-    """One arm at full size. Shares and skips are parts of 1; `flop_skip` is by cell, for each of `SHARES`."""
+    """One arm at full size. Shares and skips are parts of 1; `flop_skip` is by cell, for each of `SHARES`.
+
+    A method whose decisions take several choices each has no share of decisions that skip, and so neither figure.
+    """
 
     arm: str
     method: str
@@ -113,19 +116,19 @@ def plan(spec: Spec) -> list[ArmPlan]:
     """Every arm of a spec. FLOP skips are against the dense model.
 
     Raises:
-        InputError: the model source, a method or an option is wrong.
+        SpecError: as `preflight.check`.
     """
-    from profiler import checkpoints, costs, methods, models
+    from profiler import checkpoints, costs, methods, preflight
 
-    skeleton = models.skeleton(models.config(spec.model.source), spec.model.dtype)
+    skeleton = preflight.check(spec)
     dense = costs.dense_choices(skeleton)
     found = []
     for arm in spec.arms:
-        options = checkpoints.resolve(arm.method, arm.options, skeleton)
+        options = checkpoints.resolve(arm.method, preflight.options_of(spec, arm), skeleton)
         method = methods.load(arm.method)
         config = methods.configure(arm.method, options, where=f"arms.{arm.name}.")
         choices, cached = method.choices(skeleton, config), method.caches(config)
-        decides = any(choice.index for choice in choices)
+        decides = any(choice.index for choice in choices) and not method.takes_several
         shares = SHARES if decides else ()
         pooled = method.scope == "sequence"
         found.append(

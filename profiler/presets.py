@@ -48,6 +48,18 @@ def _shape(
     }
 
 
+def _latent(*, kv_rank: int, nope: int, rope: int, value: int) -> dict[str, Any]:
+    """Multi-head latent attention with plain queries; every layer's feed-forward half is dense."""
+    return {
+        "q_lora_rank": None,
+        "kv_lora_rank": kv_rank,
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": rope,
+        "v_head_dim": value,
+        "first_k_dense_replace": 10_000,
+    }
+
+
 def _rotary(theta: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
@@ -117,6 +129,15 @@ PRESETS: dict[str, Preset] = {
             _shape(vocab=32_000, hidden=5120, ffn=13_824, layers=40, heads=40, kv_heads=40, context=4096, tied=False)
             | _rotary(10_000.0)
             | {"rms_norm_eps": 1e-5},
+        ),
+        Preset(
+            "mohge-a3b",
+            "deepseek_v2",
+            611_817_984,
+            "MoHGE A3B's attention and dense layer; method mohge with size A3B puts its experts in",
+            _shape(vocab=102_400, hidden=1024, ffn=6144, layers=15, heads=16, kv_heads=16, context=4096, tied=False)
+            | _latent(kv_rank=512, nope=128, rope=64, value=128)
+            | _rotary(10_000.0),
         ),
     )
 }

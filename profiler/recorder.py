@@ -69,13 +69,17 @@ class Recordable(Protocol):
 
 @dataclass(frozen=True)
 class Decision:
-    """The decisions of one `gate` call: N of them, at one site of one layer. Arrays are `[N]`."""
+    """The decisions of one `gate` call: N of them, at one site of one layer. Arrays are `[N]`.
+
+    Where a decision takes several choices at once, `choice` and `weights` are `[N, K]`; a choice of -1 is none.
+    """
 
     layer: int
     site: str
     choice: NDArray[np.int16]
     gate: NDArray[np.float32]
     signals: dict[str, NDArray[np.float32]]
+    weights: NDArray[np.float32] | None = None
 
 
 @dataclass
@@ -174,7 +178,8 @@ class _CudaClock:
 class _Buffer:
     """Preallocated device storage of one step's decisions: a column a decision, one `gate` call after the other.
 
-    Row 0 is the choice (an index, exact in float32), row 1 the gate, then the signals. One tensor, so that it
+    Row 0 is the choice (an index, exact in float32), row 1 the gate, then the signals. Where a decision takes K
+    choices, they are the first K rows, then come the gate, their K weights, and the signals. One tensor, so that it
     comes to the host in one copy.
     """
 
@@ -204,16 +209,21 @@ class _Slot:
     site: str
     columns: slice
     signals: tuple[str, ...]
+    #: K where a decision takes several choices, None where it takes one.
+    several: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the buffer it fills."""
+        return len(self.signals) + (2 if self.several is None else 2 * self.several + 1)
 
     def read(self, numbers: NDArray[np.float32]) -> Decision:
         """What the buffer holds in this slot."""
-        return Decision(
-            self.layer,
-            self.site,
-            numbers[0, self.columns].astype(np.int16),
-            numbers[1, self.columns],
-            {name: numbers[row, self.columns] for row, name in enumerate(self.signals, start=2)},
-        )
+        own, k = numbers[: self.rows, self.columns], self.several
+        signals = dict(zip(self.signals, own[self.rows - len(self.signals) :], strict=True))
+        if k is None:
+            return Decision(self.layer, self.site, own[0].astype(np.int16), own[1], signals)
+        return Decision(self.layer, self.site, own[:k].T.astype(np.int16), own[k], signals, own[k + 1 : 2 * k + 1].T)
 
 
 @dataclass
@@ -260,6 +270,7 @@ class Recorder:
         site: str,
         choice: Tensor | NDArray[np.int16],
         gate: Tensor | NDArray[np.float32],
+        weights: Tensor | NDArray[np.float32] | None = None,
         **signals: Tensor | NDArray[np.float32],
     ) -> None:
         """Record N decisions: one per sequence of the batch, or one per token row.
@@ -269,22 +280,32 @@ class Recorder:
 
         Args:
             layer, site: where.
-            choice: `[N]` integers, indices of the choices at this site.
+            choice: `[N]` integers, indices of the choices at this site; `[N, K]` where a decision takes several, each
+                once, with -1 where it takes fewer than K.
             gate: `[N]` the gate's value the choice was made from.
+            weights: `[N, K]` what each of several choices counts for; None where a decision takes one.
             signals: `[N]` each, the method's own columns.
         """
         if not self.recording:
             return
         if isinstance(choice, np.ndarray):
-            self._slots.append(Decision(layer, site, choice, gate, signals))  # type: ignore[arg-type]
+            self._slots.append(Decision(layer, site, choice, gate, signals, weights))  # type: ignore[arg-type]
             return
-        size = choice.numel()
-        columns = slice(self._filled, self._filled + size)
-        if not self._buffer.reserve(2 + len(signals), columns.stop, self._filled, self._device):
+        several = None if weights is None else choice.shape[1]
+        size = choice.numel() if several is None else len(choice)
+        slot = _Slot(layer, site, slice(self._filled, self._filled + size), tuple(signals), several)
+        columns = slot.columns
+        if not self._buffer.reserve(slot.rows, columns.stop, self._filled, self._device):
             self._dropped += size
             return
-        self._slots.append(_Slot(layer, site, columns, tuple(signals)))
+        self._slots.append(slot)
         self._filled = columns.stop
+        if weights is not None:
+            parts = [choice.T, cast(Tensor, gate)[None], cast(Tensor, weights).T]
+            parts += [cast(Tensor, value)[None] for value in signals.values()]
+            numbers = torch.cat([part.detach().to(torch.float32) for part in parts])
+            self._buffer.numbers[: len(numbers), columns].copy_(numbers)
+            return
         # Stacked first: one copy into the buffer instead of one a column halves what this costs at few decisions.
         kept = [
             cast(Tensor, value).detach().reshape(-1).to(torch.float32) for value in (choice, gate, *signals.values())
@@ -292,7 +313,12 @@ class Recorder:
         self._buffer.numbers[: len(kept), columns].copy_(torch.stack(kept))
 
     def entered(self, layer: int, site: str, choice: int, rows: Tensor) -> None:
-        """Count rows of a product that has their number from the device: `rows`, an integer read at the step's end."""
+        """Count rows of products that have their numbers from the device, read at the step's end.
+
+        Args:
+            choice: the choice whose product it is; the first of n.
+            rows: an integer, or `[n]` of them for `choice`, `choice` + 1, …
+        """
         if self.recording:
             self._late.append(((layer, site, choice), rows))
 
@@ -450,15 +476,18 @@ class Recorder:
         """The step's decisions, in order, on the host: one copy of the buffer, none where nothing is in it."""
         if not self._filled:
             return [slot for slot in self._slots if isinstance(slot, Decision)]
-        rows = 2 + max(len(slot.signals) for slot in self._slots if isinstance(slot, _Slot))
+        rows = max(slot.rows for slot in self._slots if isinstance(slot, _Slot))
         numbers = self._buffer.numbers[:rows, : self._filled].to("cpu", copy=True).numpy()
         return [slot if isinstance(slot, Decision) else slot.read(numbers) for slot in self._slots]
 
     def _count_late(self) -> None:
         if self._late:
-            numbers = torch.cat([rows.detach().reshape(1).long() for _, rows in self._late]).tolist()
-            for (key, _), rows in zip(self._late, numbers, strict=True):
-                self._counts.setdefault(key, Count()).rows += rows
+            numbers = iter(torch.cat([rows.detach().reshape(-1).long() for _, rows in self._late]).tolist())
+            for (layer, site, first), each in self._late:
+                for choice in range(first, first + each.numel()):
+                    rows = next(numbers)
+                    if rows or each.numel() == 1:  # of many choices most may have none
+                        self._counts.setdefault((layer, site, choice), Count()).rows += rows
 
 
 class _Span:

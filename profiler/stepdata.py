@@ -33,9 +33,8 @@ def decision_rows(data: StepData, arm: ArmRecord, place: Place) -> list[Rows]:
     found: list[Rows] = []
     for decision in data.decisions:
         key = _decision_key(data, decision, arm, place)
-        size = len(key["request"])
         keep = key.pop("keep")
-        each = pa.array(np.arange(size + 1, dtype=np.int32))
+        choices, weights = _listed(decision, keep)
         found.append(
             Rows(
                 "gates",
@@ -43,8 +42,8 @@ def decision_rows(data: StepData, arm: ArmRecord, place: Place) -> list[Rows]:
                 {
                     **key,
                     "phase": data.phase,
-                    "choices": pa.ListArray.from_arrays(each, pa.array(decision.choice[keep])),
-                    "weights": pa.ListArray.from_arrays(each, pa.array(np.ones(size, dtype=np.float32))),
+                    "choices": choices,
+                    "weights": weights,
                     "gate": decision.gate[keep],
                 },
             )
@@ -79,6 +78,19 @@ def decision_rows(data: StepData, arm: ArmRecord, place: Place) -> list[Rows]:
         columns = {"arm": arm.name, "step": place.step, "allocated_bytes": [allocated], "live_bytes": [live]}
         found.append(Rows("kv", place.cell, columns))
     return found
+
+
+def _listed(decision: Decision, keep: NDArray[np.bool_]) -> tuple[pa.ListArray, pa.ListArray]:
+    """Choices and weights of the decisions kept, a list of each for every decision."""
+    choice = decision.choice[keep]
+    if decision.weights is None:
+        each = pa.array(np.arange(len(choice) + 1, dtype=np.int32))
+        lists = pa.array(choice), pa.array(np.ones(len(choice), dtype=np.float32))
+    else:
+        taken = choice >= 0
+        each = pa.array(np.concatenate([[0], taken.sum(1).cumsum()]).astype(np.int32))
+        lists = pa.array(choice[taken]), pa.array(decision.weights[keep][taken])
+    return tuple(pa.ListArray.from_arrays(each, values) for values in lists)
 
 
 def segment_rows(data: StepData, arm: ArmRecord, place: Place) -> list[Rows]:
@@ -118,9 +130,9 @@ def _decision_key(data: StepData, decision: Decision, arm: ArmRecord, place: Pla
         rows = np.ones(len(requests), dtype=np.int64)
         real = sequences.real_BT
         keep = np.ones(len(requests), dtype=bool) if real is None else real.cpu().numpy().reshape(-1)
-    if keep.size != decision.choice.size:
+    if keep.size != len(decision.choice):
         raise RuleError(
-            f"rule 1: layer {decision.layer} {decision.site}: {decision.choice.size} decisions were recorded and the "
+            f"rule 1: layer {decision.layer} {decision.site}: {len(decision.choice)} decisions were recorded and the "
             f"step has {keep.size} {'sequences' if arm.scope == 'sequence' else 'token rows, pads included'}"
         )
     return {
@@ -185,7 +197,11 @@ def _decided(
         if not finite.all():
             broken = key["request"][int(np.argmin(finite))]
             problems.append(f"layer {decision.layer} {decision.site}: the gate of request {broken!r} is not finite")
-        for choice, rows in zip(chosen.tolist(), key["rows"].tolist(), strict=True):
+        governs = key["rows"]
+        if decision.weights is not None:  # several choices each, -1 being none
+            taken = chosen >= 0
+            chosen, governs = chosen[taken], np.broadcast_to(governs[:, None], taken.shape)[taken]
+        for choice, rows in zip(chosen.tolist(), governs.tolist(), strict=True):
             expected[(decision.layer, decision.site, choice)] += rows
         governed[decision.layer, decision.site] = governed.get((decision.layer, decision.site), 0) + sum(key["rows"])
     problems += [f"layer {i} {site}: the manifest has no choice {c}" for i, site, c in sorted(expected.keys() - known)]

@@ -10,9 +10,9 @@ Not here: equality to the last digit, which the tests show in float64.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,10 +34,13 @@ LENGTHS = (24, 17, 9, 3)
 
 @dataclass(frozen=True)
 class _Decided:
-    """What one request was given at one place of one step: a sequence's one decision, or one a token."""
+    """What one request was given at one place of one step: a sequence's one decision, or one a token.
+
+    A choice is an index, or a list of them where a decision takes several.
+    """
 
     place: str
-    choices: list[int]
+    choices: list[Any]
     gates: list[float]
 
 
@@ -127,7 +130,7 @@ def _of_row(steps: Sequence[StepData], row: int, batch: int, tokens: int) -> lis
     found = []
     for number, data in enumerate(steps):
         for decision in data.decisions:
-            each = decision.choice.size // batch
+            each = len(decision.choice) // batch
             own = slice((row + 1) * each - min(each, tokens), (row + 1) * each)
             place = f"step {number} layer {decision.layer} {decision.site}"
             found.append(_Decided(place, decision.choice[own].tolist(), decision.gate[own].tolist()))
@@ -165,13 +168,19 @@ def _first_apart(one: Sequence[_Decided], other: Sequence[_Decided]) -> tuple[fl
     return None
 
 
-def verify(backbone: PreTrainedModel, arm: ArmRecord, token_ids: Sequence[list[int]]) -> list[RuleRecord]:
+def verify(
+    backbone: PreTrainedModel,
+    arm: ArmRecord,
+    token_ids: Sequence[list[int]],
+    at: Callable[[float], None] = lambda share: None,
+) -> list[RuleRecord]:
     """Check one arm on up to four prompts.
 
     Args:
         backbone: the unwrapped model, never changed.
         arm: the arm as described in the manifest.
         token_ids: prompts, as ids.
+        at: told the share of the checks that is done.
 
     Returns:
         One record a check; `passed` is False where the rule does not hold.
@@ -185,14 +194,18 @@ def verify(backbone: PreTrainedModel, arm: ArmRecord, token_ids: Sequence[list[i
     subject = _Subject(backbone, arm)
     threshold = subject.handle.threshold
     first = subject.see(prompts)
+    at(1 / 6)
 
     again = _compare(first, subject.see(prompts), bound, threshold)
+    at(2 / 6)
     exact = again.difference == 0 and again.flips == 0  # a GPU may add in another order each time
     alike = exact if weights.device.type == "cpu" else again.difference <= bound
     turned = _compare(first, subject.see(dict(reversed(prompts.items()))), bound, threshold)
+    at(3 / 6)
     alone: dict[str, _Seen] = {}
     for request, ids in prompts.items():
         alone |= subject.see({request: ids})
+    at(5 / 6)
     apart = _compare(first, alone, bound, threshold)
     return [
         _record(arm, "deterministic", "the same batch twice", again, alike and again.decisions == 0, bound),

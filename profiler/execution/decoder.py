@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 BLOCK_PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
+#: Multi-head latent attention with plain queries (DeepSeek-V2): a token's keys and values come from one cached latent.
+LATENT_PARTS = ("q_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
 FFN_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 #: Name under which a method hangs its own modules into a tree; what is below it is no part of the backbone.
@@ -42,8 +44,17 @@ class Decoder:
         return int(self.model.config.hidden_size)
 
 
-def decoder(model: PreTrainedModel) -> Decoder:
+def is_latent(attention: nn.Module) -> bool:
+    """Whether a block's attention is multi-head latent attention of the known form."""
+    return all(getattr(attention, part, None) is not None for part in LATENT_PARTS)
+
+
+def decoder(model: PreTrainedModel, *, latent: bool = False) -> Decoder:
     """Find the parts of `model`.
+
+    Args:
+        model: any decoder.
+        latent: accept multi-head latent attention; for a caller that does not look into attention.
 
     Raises:
         InputError: the model is not a decoder of the supported shape; the message names what is missing or unknown.
@@ -60,7 +71,9 @@ def decoder(model: PreTrainedModel) -> Decoder:
     for index, block in enumerate(blocks):
         missing = [part for part in BLOCK_PARTS if not hasattr(block, part)]
         if not missing:
-            missing = [f"self_attn.{part}" for part in ATTENTION_PARTS if not hasattr(block.self_attn, part)]
+            attention = cast(nn.Module, block.self_attn)
+            if not (latent and is_latent(attention)):
+                missing = [f"self_attn.{part}" for part in ATTENTION_PARTS if not hasattr(attention, part)]
             missing += [f"mlp.{part}" for part in FFN_PARTS if not hasattr(block.mlp, part)]
         if missing:
             raise InputError(f"{name}: decoder layer {index} has no {', '.join(missing)}; this shape is not supported")

@@ -76,6 +76,36 @@ class ForcedTokens(ForcedGates):
         return uniform(keys_N, sequences.row_positions(device), depths_L1) >= self.ratio
 
 
+class ForcedExperts(ForcedGates):
+    """A synthetic route to experts: each token takes as many as it leaves over, all with the same weight.
+
+    Attributes:
+        ratio: share of a layer's routed experts that a token leaves out; rounded to whole experts.
+        pattern: `random`, each token draws its own in each layer, from seed, request, position and layer; `shared`, one
+            draw for all tokens and layers; `middle`, all leave out the contiguous run around the middle.
+    """
+
+    pattern: Pattern = "random"
+
+    def label(self) -> str:
+        """How reports name it."""
+        return f"forced: {self.ratio:.0%} of experts left out, pattern {self.pattern}, seed {self.seed}"
+
+    def experts_of_rows(self, layer: int, experts: int, sequences: Sequences, device: torch.device) -> Tensor:
+        """`[N, K]` experts of each token row, ascending, rows as they lie in the hidden states; anything at pads.
+
+        The same token of the same request always gets the same answer, whatever its company.
+        """
+        positions_N = sequences.row_positions(device)
+        open_E = torch.tensor(self.open_layers(experts, ""), device=device)
+        if self.pattern != "random":
+            return open_E.nonzero()[:, 0].expand(len(positions_N), -1)
+        keys_S = torch.tensor([_request_key(self.seed, name) for name in sequences.requests], device=device)
+        keys_N1 = keys_S[sequences.row_owners(device)][:, None]
+        drawn_NE = uniform(keys_N1, positions_N[:, None], layer, torch.arange(experts, device=device))
+        return drawn_NE.argsort(dim=1, stable=True)[:, : int(open_E.sum())].sort(dim=1).values
+
+
 def _request_key(seed: int, request: str) -> int:
     digest = hashlib.blake2b(f"{seed}/{request}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, signed=True)

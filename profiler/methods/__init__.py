@@ -16,7 +16,7 @@ import importlib.util
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
@@ -50,6 +50,10 @@ class Method(ABC):
         sites: what a decision is about (`block`, `ffn`, ...).
         signals: the method's own recorded columns, name → what it is.
         numeric_twin: the method whose output this one must equal when forced open.
+        rate_option: the option that asks for the share of decisions that skip instead of giving `threshold`, where the
+            method has one; `profiler.calibration` turns one into the other before an arm is built.
+        latent_attention: whether it works on decoders with multi-head latent attention.
+        takes_several: whether one decision takes several of its site's choices, so that none of them is skipping.
     """
 
     Config: ClassVar[type[MethodConfig]]
@@ -57,6 +61,9 @@ class Method(ABC):
     sites: ClassVar[tuple[str, ...]]
     signals: ClassVar[dict[str, str]] = {}
     numeric_twin: ClassVar[str] = "dense"
+    rate_option: ClassVar[str | None] = None
+    latent_attention: ClassVar[bool] = False
+    takes_several: ClassVar[bool] = False
 
     tracker: SequenceTracker
 
@@ -65,7 +72,7 @@ class Method(ABC):
         from profiler.execution.decoder import decoder
 
         self.model, self.config, self.recorder = model, config, recorder
-        self.decoder = decoder(model)
+        self.decoder = decoder(model, latent=self.latent_attention)
 
     @classmethod
     @abstractmethod
@@ -77,12 +84,15 @@ class Method(ABC):
         """Change `model`'s tree in place so that it routes, and return the handle, also found as `model.gatewise`.
 
         Raises:
-            InputError: the tree is wrapped already, its architecture is not supported, or a checkpoint does not fit.
+            InputError: the tree is wrapped already, its architecture is not supported, a checkpoint does not fit, or
+                the config asks for a rate.
         """
         from profiler.execution.sequences import SequenceTracker
 
         if handle_of(model) is not None:
             raise InputError(f"this model tree is wrapped already, by {type(handle_of(model)).__name__}")
+        if cls.rate_option is not None and getattr(config, cls.rate_option) is not None:
+            raise InputError(f"{cls.rate_option} is met on the prompts of a spec; here there are none, give threshold")
         handle = cls(model, config, recorder)
         handle.tracker = SequenceTracker(handle.decoder.base)
         handle.install()
@@ -151,6 +161,11 @@ class Method(ABC):
         return {}
 
     @property
+    def constants(self) -> dict[str, dict[int, float]]:
+        """What has been learned that is one number a layer: name → layer → value; see `records.ArmRecord`."""
+        return {}
+
+    @property
     def caveat(self) -> str | None:
         """What a reader must know of this arm beyond `synthetic` and `untrained`, in a few words, else None."""
         return None
@@ -198,14 +213,18 @@ class Losses:
     Attributes:
         total: its share of the loss, differentiable; the shares of a step's micro-batches add up to the loss.
         nll: Σ −log p over the tokens that are predicted, in nats.
-        penalty: Σ over sequences of the method's regulariser, its weight left out.
-        ran_L: `[layers]`, sequences for which each routed layer ran.
+        penalty: Σ over deciders of the method's regulariser, its weight left out.
+        ran_L: `[layers]`, deciders for which each routed layer ran.
+        deciders: how many there are: sequences, or predicted tokens, whichever the method decides for.
+        sums: further figures by name, each a Σ over deciders.
     """
 
     total: Tensor
     nll: Tensor
     penalty: Tensor
     ran_L: Tensor
+    deciders: int
+    sums: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Trainable(Method):
@@ -213,9 +232,23 @@ class Trainable(Method):
 
     Class attributes:
         Objective: options of what is minimised.
+        skipped: what a skip rate counts, as the end of "3.0 % of ...".
     """
 
     Objective: ClassVar[type[MethodConfig]]
+    skipped: ClassVar[str]
+
+    def prepare(self, gradient_checkpointing: bool) -> None:
+        """Make ready to be trained; called once, before `trainables`, which are then float32 at least.
+
+        Args:
+            gradient_checkpointing: keep only each block's input, and compute the block again for its gradient.
+
+        Raises:
+            InputError: the arm's options or the method do not allow it.
+        """
+        if gradient_checkpointing:
+            raise InputError(f"training.gradient_checkpointing: {type(self).__name__} does not offer it")
 
     @abstractmethod
     def trainables(self) -> dict[str, nn.Parameter]:
@@ -226,7 +259,9 @@ class Trainable(Method):
         """Set every trainable to the value training starts from; what is random is drawn from `seed`."""
 
     @abstractmethod
-    def losses(self, ids_BT: Tensor, mask_BT: Tensor, objective: Any, *, tokens: int, sequences: int) -> Losses:
+    def losses(
+        self, ids_BT: Tensor, mask_BT: Tensor, objective: Any, *, tokens: int, sequences: int, ramp: float = 1.0
+    ) -> Losses:
         """Forward one micro-batch as training does.
 
         Args:
@@ -234,7 +269,8 @@ class Trainable(Method):
             mask_BT: True at real tokens.
             objective: an `Objective`.
             tokens: predicted tokens of the whole step, which the language-model loss is a mean over.
-            sequences: sequences of the whole step, which the regulariser is a mean over.
+            sequences: sequences of the whole step, for a regulariser that is a mean over them.
+            ramp: how far the warm-up has come, up to 1; for a weight that rises with it.
         """
 
     @abstractmethod
@@ -272,7 +308,9 @@ def load(name: str) -> type[Method]:
     """
     path = name if "." in name else f"{__name__}.{name}"
     if "." not in name and name not in names():
-        raise InputError(f"method {name!r} is not known; methods here: {', '.join(names())}")
+        near = difflib.get_close_matches(name, names(), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"method {name!r} is not known; methods here: {', '.join(names())}{hint}")
     try:
         module = importlib.import_module(path)
     except ImportError as error:
@@ -293,7 +331,11 @@ def configure(name: str, options: dict[str, Any], where: str = "") -> Any:
     Raises:
         InputError: names the option, the rule, the value, and for an unknown option the nearest known one.
     """
-    return _checked(name, load(name).Config, options, where)
+    try:
+        method = load(name)
+    except InputError as error:
+        raise InputError(f"{where}method: {error}") from error
+    return _checked(name, method.Config, options, where)
 
 
 def objective(name: str, options: dict[str, Any], where: str = "") -> Any:
@@ -310,17 +352,28 @@ def objective(name: str, options: dict[str, Any], where: str = "") -> Any:
 
 def _checked(name: str, config_type: type[MethodConfig], options: dict[str, Any], where: str) -> Any:
     try:
-        return config_type.model_validate(options)
+        # Strict: the text "0.3" is no number, and true is not 1. In the options inside of options too.
+        return config_type.model_validate(options, strict=True)
     except ValidationError as error:
-        # Where a value may be of several kinds, each kind complains; the one that looked deepest is the one meant.
-        problem = max(error.errors(), key=lambda problem: len(problem["loc"]))
+        # Where a value may be of several kinds, each kind complains; the one that looked deepest is the one meant. A
+        # key that is not known comes first: the one that is missing is likely meant by it.
+        problems = error.errors()
+        problem = max(problems, key=lambda problem: (len(problem["loc"]), problem["type"] == "extra_forbidden"))
         keys, known = _keys(config_type, problem["loc"])
         if problem["type"] == "extra_forbidden":
             last = str(problem["loc"][-1])
             near = difflib.get_close_matches(last, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; it knows {', '.join(known) or 'none'}"
             raise InputError(f"{where}{'.'.join([*keys, last])}: method {name!r} has no such option{hint}") from None
-        raise InputError(f"{where}{'.'.join(keys)}: {problem['msg']} (given: {problem['input']!r})") from None
+        kinds = [
+            p for p in problems if len(p["loc"]) == len(problem["loc"]) and _keys(config_type, p["loc"])[0] == keys
+        ]
+        rule = ", or: ".join(
+            "Input should be a mapping" if p["type"] == "model_type" else p["msg"].removeprefix("Value error, ")
+            for p in kinds
+        )
+        place = f"{where}{'.'.join(keys)}".rstrip(".") or f"method {name!r}"
+        raise InputError(f"{place}: {rule} (given: {problem['input']!r})") from None
 
 
 def _keys(config_type: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[str], list[str]]:

@@ -30,6 +30,7 @@ class Dense(Method):
     Config = DenseConfig
     scope = "none"
     sites = ()
+    latent_attention = True
 
     @classmethod
     def choices(cls, model: PreTrainedModel, config: DenseConfig) -> list[Choice]:

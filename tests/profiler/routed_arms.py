@@ -65,10 +65,13 @@ def exact(shape: str = "llama") -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one request saw: logits of its real rows, prompt then decode steps; its decisions by step."""
+    """What one request saw: logits of its real rows, prompt then decode steps; its decisions by step.
+
+    A decision is a choice, or a list of them where one takes several.
+    """
 
     logits: Tensor
-    decisions: list[dict[tuple[int, str], list[int]]]
+    decisions: list[dict[tuple[int, str], list[Any]]]
 
 
 def decode(
@@ -110,15 +113,15 @@ def continuation(name: str, index: int) -> int:
     return (sum(name.encode()) * 7 + index * 13) % 96 + 1
 
 
-def _decisions(step: StepData, row: int) -> dict[tuple[int, str], list[int]]:
+def _decisions(step: StepData, row: int) -> dict[tuple[int, str], list[Any]]:
     """Row `row`'s decisions: one a sequence, or one a real token."""
     sequences = step.sequences
     found = {}
     for decision in step.decisions:
-        if decision.choice.size == len(sequences):
+        if len(decision.choice) == len(sequences):
             own = decision.choice[row : row + 1]
         else:
-            own = decision.choice.reshape(len(sequences), sequences.width)[row]
+            own = decision.choice[row * sequences.width : (row + 1) * sequences.width]
             real = sequences.real_BT
             own = own if real is None else own[real[row].numpy()]
         found[decision.layer, decision.site] = own.tolist()

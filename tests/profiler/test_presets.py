@@ -17,6 +17,8 @@ from profiler.presets import PRESETS
         ("llama-3.1-8b", 8_030_261_248, False),
         ("llama-2-7b", 6_738_415_616, False),
         ("llama-2-13b", 13_015_864_320, False),
+        # Fifteen layers of attention 7,930,368, FFN 3·1024·6144 and two norms; embedding and head 1024·102,400 each.
+        ("mohge-a3b", 611_817_984, False),
     ],
 )
 def test_parameters_on_the_meta_device(name, parameters, tied):

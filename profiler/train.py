@@ -2,9 +2,9 @@
 
     python -m profiler train workloads/recipes/layerroute-smollm2.yaml --out DIR
 
-The method owns the objective (`methods.Trainable`); the loop here owns text, AdamW, the cosine from the recipe's
-learning rate to 0, accumulation, clipping, held-out figures and states. The backbone computes in the recipe's dtype,
-what is trained is float32.
+The method owns the objective (`methods.Trainable`); the loop here owns text, AdamW, warm-up and schedule of the
+learning rate, accumulation, clipping, held-out figures and states. The backbone computes in the recipe's dtype, what is
+trained is float32.
 
 `DIR` then holds `recipe.yaml` as resolved, `log.jsonl` (`training_log`), `state/` (`training_state`) and, at the end,
 `checkpoint/`, which an arm's `checkpoint` option takes.
@@ -33,6 +33,7 @@ from profiler.methods import Trainable
 from profiler.recorder import Recorder
 from profiler.run import Progress, Quiet, default_folder
 from profiler.training_data import Item, Split
+from workloads import recipe as recipes
 from workloads.recipe import Recipe, TrainingSpec
 
 RECIPE_FILE, STATES, CHECKPOINT = "recipe.yaml", "state", "checkpoint"
@@ -88,6 +89,7 @@ def train(
     split = training_data.split(items, recipe.data.held_out, recipe.training.seed)
     handle = methods.load(recipe.method.name).wrap(loaded.model, config, Recorder())
     assert isinstance(handle, Trainable)
+    handle.prepare(recipe.training.gradient_checkpointing)
     run = _Run(recipe, folder, handle, objective, split, progress)
     device = handle.model.device
     with closing(run), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -100,37 +102,66 @@ def train(
 def held_out(handle: Trainable, objective: Any, groups: dict[str, list[Item]], batch: int) -> dict[str, dict[str, Any]]:
     """Figures on text that is not trained on, by domain.
 
-    `tokens` predicted; `open`, nats a token with every gate open; `routed`, the same as the router decides, each gate
-    seeing the whole sequence as in training; `skip`, share of the sequences that skip each layer; `skip_rate`, its
-    mean; `deciding`, layers that some sequences of the domain run and others skip.
+    `tokens` predicted; `open`, nats a token with every gate open; `routed`, the same as the router decides, as in
+    training (a method that decides for whole sequences sees the words being scored); `skip`, share of the deciders
+    (sequences, or predicted tokens: `methods.Losses`) that skip each layer; `skip_rate`, its mean; `deciding`, layers
+    that some of the domain's deciders run and others skip; and means of the method's own figures.
     """
     figures = {}
     device = handle.model.device
     with _evaluating(handle.model), torch.no_grad():
         for domain, members in groups.items():
-            tokens = open_nll = routed_nll = 0.0
-            ran_L = torch.zeros(0)
+            tokens = open_nll = 0.0
+            routed = _Sums()
             for start in range(0, len(members), batch):
                 ids_BT, mask_BT = training_data.pad(members[start : start + batch], device)
                 tokens += predicted(mask_BT)
-                routed = handle.losses(ids_BT, mask_BT, objective, tokens=1, sequences=1)
-                routed_nll += float(routed.nll)
-                ran_L = routed.ran_L.cpu() if start == 0 else ran_L + routed.ran_L.cpu()
+                routed.add(handle.losses(ids_BT, mask_BT, objective, tokens=1, sequences=1))
                 handle.force("open")
                 logits_BTV = handle.model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).logits
                 open_nll += float(token_nll(logits_BTV, ids_BT, mask_BT).sum())
                 handle.force(None)
-            skip = [round(1 - ran / len(members), 6) for ran in ran_L.tolist()]
+            skip = routed.skip()
             figures[domain] = {
                 "sequences": len(members),
                 "tokens": int(tokens),
                 "open": open_nll / tokens,
-                "routed": routed_nll / tokens,
+                "routed": routed.nll / tokens,
                 "skip": skip,
                 "skip_rate": sum(skip) / len(skip),
                 "deciding": sum(0 < share < 1 for share in skip),
+                **routed.means(),
             }
     return figures
+
+
+class _Sums:
+    """Losses of several batches, added up on the host."""
+
+    def __init__(self) -> None:
+        self.total = self.nll = self.penalty = 0.0
+        self.deciders = 0
+        self._ran: list[int] = []
+        self._more: dict[str, float] = {}
+
+    def add(self, found: methods.Losses) -> None:
+        """One batch more."""
+        self.total += float(found.total.detach())
+        self.nll += float(found.nll)
+        self.penalty += float(found.penalty)
+        self.deciders += found.deciders
+        ran = found.ran_L.tolist()
+        self._ran = [a + b for a, b in zip(self._ran or [0] * len(ran), ran, strict=True)]
+        for name, value in found.sums.items():
+            self._more[name] = self._more.get(name, 0.0) + float(value)
+
+    def skip(self) -> list[float]:
+        """Share of deciders that skipped each layer."""
+        return [round(1 - ran / self.deciders, 6) for ran in self._ran]
+
+    def means(self) -> dict[str, float]:
+        """The method's own figures, each for one decider."""
+        return {name: value / self.deciders for name, value in self._more.items()}
 
 
 @contextmanager
@@ -144,9 +175,24 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train(before)
 
 
+def warm_up(spec: TrainingSpec) -> int:
+    """Updates of the warm-up."""
+    return math.ceil(spec.warmup_share * spec.steps - 1e-9)  # 3 % of 100 is 3.0000000000000004 or less
+
+
+def ramp(spec: TrainingSpec, step: int) -> float:
+    """How far the warm-up has come at update `step` (0-based): 1/W at the first of W updates, 1 from the last on."""
+    return min(1.0, (step + 1) / max(1, warm_up(spec)))
+
+
 def learning_rate(spec: TrainingSpec, step: int) -> float:
-    """Of update `step` (0-based): `lr·(1 + cos(π·step / steps)) / 2`."""
-    return spec.learning_rate * (1 + math.cos(math.pi * step / spec.steps)) / 2
+    """Of update `step` (0-based): the ramp, then `lr·(1 + cos(π·x)) / 2`, x the share of what follows, or `lr`."""
+    warming = warm_up(spec)
+    if step < warming:
+        return spec.learning_rate * ramp(spec, step)
+    if spec.schedule == "constant":
+        return spec.learning_rate
+    return spec.learning_rate * (1 + math.cos(math.pi * (step - warming) / (spec.steps - warming))) / 2
 
 
 class _Run:
@@ -241,33 +287,35 @@ class _Run:
             group["lr"] = rate
         # The step's own seed, so that dropout needs no state to be resumed.
         torch.manual_seed(training_data.derived(spec.seed, "dropout", self._step))
-        loss = nll = penalty = 0.0
-        ran_L = torch.zeros(0)
-        for k, (ids_BT, mask_BT) in enumerate(micro):
-            found = self._handle.losses(ids_BT, mask_BT, self._objective, tokens=tokens, sequences=size)
+        sums = _Sums()
+        for ids_BT, mask_BT in micro:
+            found = self._handle.losses(
+                ids_BT, mask_BT, self._objective, tokens=tokens, sequences=size, ramp=ramp(spec, self._step)
+            )
             found.total.backward()
-            loss += float(found.total.detach())
-            nll += float(found.nll)
-            penalty += float(found.penalty)
-            ran_L = found.ran_L.cpu() if k == 0 else ran_L + found.ran_L.cpu()
+            sums.add(found)
+        for parameter in self._parameters.values():
+            if parameter.grad is None:  # nothing reached it (an adapter no token took): its gradient is 0, and known
+                parameter.grad = torch.zeros_like(parameter)
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), spec.clip))
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        if not (math.isfinite(sums.total) and math.isfinite(norm)):
             raise RuleError(
-                f"training step {self._step + 1}: the loss is {loss} and the gradients' norm {norm}; the state after "
-                f"step {self._kept_at} is kept. A lower training.learning_rate or dtype float32 may help"
+                f"training step {self._step + 1}: the loss is {sums.total} and the gradients' norm {norm}; the state "
+                f"after step {self._kept_at} is kept. A lower training.learning_rate or dtype float32 may help"
             )
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         self._step += 1
-        skip = [round(1 - ran / size, 6) for ran in ran_L.tolist()]
+        skip = sums.skip()
         real = sum(int(mask_BT.sum()) for _, mask_BT in micro)
         return {
             "step": self._step,
-            "loss": loss,
-            "lm": nll / tokens,
-            "gate": penalty / size,
+            "loss": sums.total,
+            "lm": sums.nll / tokens,
+            "gate": sums.penalty / sums.deciders,
             "skip": skip,
             "skip_rate": sum(skip) / len(skip),
+            **sums.means(),
             "grad_norm": norm,
             "lr": rate,
             "tokens": real,
@@ -282,24 +330,30 @@ class _Run:
     def _evaluate(self, stored: str | None = None) -> None:
         self._progress.say(f"step {self._step}: held-out figures")
         figures = held_out(self._handle, self._objective, self._split.held_out, self._spec.batch)
-        self._log.write("held_out", step=self._step, stored=stored, figures=figures)
+        learned = self._handle.constants
+        constants = {name: [round(value, 6) for value in of_layers.values()] for name, of_layers in learned.items()}
+        self._log.write("held_out", step=self._step, stored=stored, figures=figures, **constants)
         for domain, found in figures.items():
-            self._progress.say(f"  {domain}: {_in_words(found)}")
+            self._progress.say(f"  {domain}: {_in_words(found, self._handle)}")
 
 
 def summary(trained: Trained) -> list[str]:
     """What a training came to, in words: held-out loss before and after, a line a domain; and where things are."""
     evaluated = [line["figures"] for line in trained.log if line["kind"] == "held_out"]
     before, after = evaluated[0], evaluated[-1]
-    lines = ["held-out loss, nats a token (the gates see the whole text, as in training)"]
-    lines += [f"  {name}: untouched backbone {before[name]['open']:.3f}; {_in_words(after[name])}" for name in after]
+    method = methods.load(recipes.load(trained.folder / RECIPE_FILE).method.name)
+    assert issubclass(method, Trainable)
+    seen = " (the gates see the whole text, as in training)" if method.scope == "sequence" else ""
+    lines = [f"held-out loss, nats a token{seen}"]
+    for name, found in after.items():
+        lines.append(f"  {name}: untouched backbone {before[name]['open']:.3f}; {_in_words(found, method)}")
     return [*lines, f"checkpoint  {trained.checkpoint}", f"log         {trained.folder / training_log.NAME}"]
 
 
-def _in_words(found: dict[str, Any]) -> str:
+def _in_words(found: dict[str, Any], method: Trainable | type[Trainable]) -> str:
     return (
-        f"every gate open {found['open']:.3f}; routed {found['routed']:.3f}, {found['skip_rate']:.1%} of blocks "
-        f"skipped, {found['deciding']} layers decide by input"
+        f"every gate open {found['open']:.3f}; routed {found['routed']:.3f}, {found['skip_rate']:.1%} of "
+        f"{method.skipped}, {found['deciding']} layers decide by input"
     )
 
 

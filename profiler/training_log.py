@@ -3,10 +3,12 @@
 | kind | what |
 |---|---|
 | start | recipe and its hash, versions, device, threads, trainable parameters, items, share of them that was cut |
-| step | step (1-based), loss, lm (nats a token), gate (the regulariser before its weight: LayerRoute's mean σ), |
-|      | skip (share of sequences skipping each layer), skip_rate, grad_norm (before clipping), lr, tokens, |
+| step | step (1-based), loss, lm (nats a token), gate (the regulariser before its weight: LayerRoute's mean σ, HeRo's |
+|      | mean (Σ g)²), skip (share skipping each layer: of LayerRoute's sequences, of HeRo's predicted tokens), |
+|      | skip_rate, the method's own means (HeRo: sum_g, mean Σ g), grad_norm (before clipping), lr, tokens, |
 |      | tokens_per_s, seconds |
-| held_out | step, stored (the dtype, once the finished checkpoint is evaluated), figures (see `train.held_out`) |
+| held_out | step, stored (the dtype, once the finished checkpoint is evaluated), figures (see `train.held_out`), and |
+|      | the method's constants, a list over its layers (HeRo: forget factor, ρ) |
 | resumed | step the training was taken up from |
 | end | seconds of training in all |
 

@@ -27,6 +27,9 @@ from workloads.explain import explain, show
 from workloads.spec import METHOD_PATTERN, ModelSpec, Name, Seed
 
 MAX_TOKENS_PER_STEP = 4_194_304
+#: Keys of `training` that the first recipes had not. At their default they are no part of a recipe's hash, so that a
+#: training begun before goes on under the hash it has.
+LATER = ("warmup_share", "schedule", "gradient_checkpointing")
 
 
 def _broken(sentence: str) -> PydanticCustomError:
@@ -111,7 +114,13 @@ class TrainingSpec(_Section):
         default=128, description="Tokens a sequence is cut to; shorter ones are padded."
     )
     learning_rate: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Field(
-        default=2e-4, description="At the first step; a cosine takes it to 0."
+        default=2e-4, description="The largest, after the warm-up."
+    )
+    warmup_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = Field(
+        default=0.0, description="Share of the updates, the first ones, over which the rate rises linearly."
+    )
+    schedule: Literal["cosine", "constant"] = Field(
+        default="cosine", description="After the warm-up: a cosine takes the rate to 0, or it stays."
     )
     betas: Annotated[
         list[Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]], Field(min_length=2, max_length=2)
@@ -119,6 +128,9 @@ class TrainingSpec(_Section):
     weight_decay: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = Field(default=0.01, description="AdamW's.")
     clip: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = Field(
         default=1.0, description="Largest norm of all gradients together."
+    )
+    gradient_checkpointing: bool = Field(
+        default=False, description="Keep each block's input only and compute it again: less memory, a third more time."
     )
     seed: Seed = Field(default=0, description="Of initialisation, dropout, order of the text, and what is held out.")
     threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
@@ -163,8 +175,13 @@ class Recipe(_Section):
         return dump_yaml(self.model_dump(mode="json"))
 
     def sha256(self) -> str:
-        """Hash of the recipe as resolved: canonical JSON, keys sorted."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        """Hash of the recipe as resolved: canonical JSON, keys sorted, those of `LATER` only where they are not their
+        default."""
+        meant = self.model_dump(mode="json")
+        for key in LATER:
+            if meant["training"][key] == TrainingSpec.model_fields[key].default:
+                del meant["training"][key]
+        canonical = json.dumps(meant, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
 

@@ -12,14 +12,21 @@ from torch.nn import functional as F
 from profiler.execution.grouped import ALIGNMENT, linear_first
 
 
+class _Projection(nn.Linear):
+    """A product in the dtype of its input. In training the weights are wider than what they multiply."""
+
+    def forward(self, u: Tensor) -> Tensor:
+        return F.linear(u, self.weight.to(u.dtype))
+
+
 class Adapter(nn.Module):
     """Adapter(u) = W2·SiLU(W1·u), d → d_r → d; no biases (ours)."""
 
     def __init__(self, hidden: int, width: int) -> None:
         """`hidden` d, `width` d_r."""
         super().__init__()
-        self.W1 = nn.Linear(hidden, width, bias=False)
-        self.W2 = nn.Linear(width, hidden, bias=False)
+        self.W1 = _Projection(hidden, width, bias=False)
+        self.W2 = _Projection(width, hidden, bias=False)
         self._aligned: tuple[tuple[int, ...], Tensor, Tensor] | None = None
 
     def start(self, generator: torch.Generator) -> None:

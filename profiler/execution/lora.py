@@ -132,13 +132,16 @@ def save(dec: Decoder, options: LoraOptions, folder: Path, dtype: torch.dtype, b
     save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
-def read_options(folder: Path) -> LoraOptions:
-    """Size of the adapters saved in `folder`.
+def read_options(folder: Path, base: str | None) -> LoraOptions:
+    """Size of the adapters saved in `folder`, which must be for the model named `base`, as the routers are.
 
     Raises:
-        InputError: unreadable, or adapters of another kind than this module makes.
+        InputError: unreadable, for another base, or adapters of another kind than this module makes.
     """
     facts = read_json(folder, CONFIG_FILE)
+    theirs = facts.get("base_model_name_or_path")
+    if theirs != base:
+        raise InputError(f"checkpoint {folder}: its adapters are for the model {theirs!r}, its routers for {base!r}")
     wanted = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False}
     for key, value in wanted.items():
         if facts.get(key, value) != value:

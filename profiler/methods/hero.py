@@ -23,12 +23,23 @@ the gate scales the branch's output in float32 before it is rounded to the backb
 branches, so its parameters are counted with attention, which always runs. Parameters that all routable layers share
 are charged once, at the first of them.
 
-Not here yet: training.
+Training (METHODS §1; HeRo, formulas 17 and 18), with the backbone frozen:
+
+    L = L_LM + α_t·mean over valid (b, t < T) of ( Σ_j g_{b,j,t} )²
+
+Only the decided branch is computed, as in inference, and its output scale (g or 1 − g) is what the language-model loss
+teaches the router through; the comparison with τ is not differentiated, and no gradient passes straight through it. So
+an adapter learns from the tokens it is given, and from no others. Sums over depth come before the square
+(`execution.depth_walk`). (ours) α_t rises linearly over the warm-up to α; a language-model loss and penalty that are
+means over all predicted tokens of an update, not of each forward; adapters are trained in float32 and rounded to the
+backbone's dtype as they compute, since in bfloat16 steps of 1e-4 are lost beside weights of 0.04. The loop around it is
+`profiler.train`. A token's gates see its past only, so a routed loss on held-out text leaks nothing.
 """
 
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,28 +57,29 @@ from profiler.execution.adapter import Adapter
 from profiler.execution.backbone_facts import backbone_facts, base_sample, refuse_another_backbone
 from profiler.execution.checkpoint_files import read_json, read_tensors
 from profiler.execution.decoder import ADDED, Decoder, decoder
+from profiler.execution.depth_walk import Walk, checkpoint_blocks, lent, predicting, squared_usage
 from profiler.execution.folded_router import FoldedMath
 from profiler.execution.forked_costs import ADAPTER, FFN, forked_choices
 from profiler.execution.grouped import DTYPES, refuse_grouped, swiglu_first
-from profiler.execution.history_controls import Around, around
+from profiler.execution.history_controls import FOREIGN, around
 from profiler.execution.history_router import (
     LOCAL,
     MEMORY,
     SIGNALS,
     HistoryRouter,
-    Past,
     PlainMath,
     Scores,
     Variant,
 )
 from profiler.execution.instruments import decoder_spans, first_products, head_probe
+from profiler.execution.likelihood import token_nll
 from profiler.execution.routes import ForcedTokens
 from profiler.execution.row_trials import Trial, trial
 from profiler.execution.rows import Branch, Fork, Strategy
 from profiler.execution.sequences import Sequences
-from profiler.methods import Method, MethodConfig
+from profiler.methods import Losses, MethodConfig, Trainable
 from profiler.recorder import Probe, SpanSite
-from profiler.records import Choice
+from profiler.records import FORGET_FACTOR, Choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -101,7 +113,8 @@ class HeroConfig(MethodConfig):
         budget: 0.25 or 0.40 [0.25]: which layers are routable. Instead of it:
         layers: the routable layers, numbered from 0.
         adapter_width: d_r [round(d·896/4096)].
-        threshold: τ [0.5].
+        threshold: τ [0.5]. Instead of it:
+        adapter_rate: share of decisions that take the adapter, which a run finds τ for (`profiler.calibration`).
         variant: the full router [full] or an ablation or control (`execution.history_router`). `random` is no variant:
             force gates at the rate wanted.
         memory: form of the depth memory; `auto` takes the cheaper one.
@@ -116,6 +129,7 @@ class HeroConfig(MethodConfig):
     layers: Layers | None = None
     adapter_width: int | None = Field(default=None, ge=1, le=2**20)
     threshold: float | None = Field(default=None, gt=0, lt=1, allow_inf_nan=False)
+    adapter_rate: float | None = Field(default=None, gt=0, lt=1, allow_inf_nan=False)
     variant: Variant | None = None
     memory: Literal["auto", "matrix", "dual"] = "auto"
     strategy: Literal["auto", "gather", "grouped", "masked"] = "auto"
@@ -140,9 +154,17 @@ class HeroConfig(MethodConfig):
     def _one_way_to_say_which(self) -> HeroConfig:
         if self.budget is not None and self.layers is not None:
             raise ValueError("give `budget` or `layers`, not both")
+        if self.adapter_rate is not None and (self.threshold is not None or self.gates != "router"):
+            raise ValueError("adapter_rate finds the router's threshold; give no `threshold` and no `gates` beside it")
         if self.variant == "shuffled_history" and self.memory == "matrix":
             raise ValueError("variant shuffled_history needs memory dual: the matrix form keeps no entries to shuffle")
         return self
+
+
+class HeroObjective(MethodConfig):
+    """What training minimises; `alpha` is α of formula 17."""
+
+    alpha: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
@@ -167,7 +189,9 @@ def decided(config: HeroConfig, dec: Decoder) -> Decided:
         raise InputError(f"hero: layers: {config.layers[-1]} is none of this model's, which are 0 to {depth - 1}")
     asked = config.layers if config.budget is None else last_layers(config.budget, depth)
     variant: Variant = config.variant or (saved.variant if saved else "full")
-    if saved is not None and variant != saved.variant and {variant, saved.variant} & LOCAL:
+    # The local head is in every checkpoint but that of wide_local, whose own is another.
+    part = variant == "no_history" and saved is not None and saved.variant not in LOCAL
+    if saved is not None and variant != saved.variant and {variant, saved.variant} & LOCAL and not part:
         raise InputError(
             f"checkpoint {config.checkpoint}: it was trained as variant {saved.variant}, whose parameters are not "
             f"those of {variant}, which the arm asks for"
@@ -243,13 +267,16 @@ class _Added(nn.Module):
         self.adapter, self.gate = adapter, gate
 
 
-class Hero(Method):
+class Hero(Trainable):
     """Per-token FFN-or-adapter routing on a Llama- or Qwen2-style decoder."""
 
     Config = HeroConfig
+    Objective = HeroObjective
+    skipped = "(token, layer) pairs took the adapter"
     scope = "token"
     sites = ("ffn",)
     signals: ClassVar = SIGNALS
+    rate_option = "adapter_rate"
 
     def __init__(self, model: PreTrainedModel, config: HeroConfig, recorder: Recorder) -> None:
         super().__init__(model, config, recorder)
@@ -273,13 +300,10 @@ class Hero(Method):
         self.start(config.seed)
         self._trained = False
         self._route: ForcedTokens | Literal["open", "closed"] | None = None
-        self._forced_LN: Tensor | None = None
-        self._around: Around | None = None
-        self._real_N: Tensor | None = None
         self._h_bar: Tensor | None = None
-        self._math: FoldedMath | PlainMath | None = None
-        #: Entry j: what routable layer j left for the next one, in the forward under way.
-        self._past: list[Past | None] = [None] * (len(self.routable) + 1)
+        self._folded: FoldedMath | None = None
+        #: The forward under way.
+        self._walk = Walk()
         self._trial: Trial | None = None
         if config.checkpoint is not None:
             self.restore(Path(config.checkpoint))
@@ -391,6 +415,14 @@ class Hero(Method):
         gates = zip(self.routable, self._gates, strict=True)
         return [*decoder_spans(self.decoder), *(SpanSite(gate, "router", layer) for layer, gate in gates)]
 
+    @classmethod
+    def caches(cls, config: HeroConfig) -> bool:
+        return config.variant != FOREIGN  # which needs the token before, and so whole sequences
+
+    @property
+    def constants(self) -> dict[str, dict[int, float]]:
+        return {FORGET_FACTOR: dict(zip(self.routable, rho, strict=True))} if (rho := self.rho()) else {}
+
     def memory_bytes(self, rows: int) -> int:
         """Bytes the depth memory of `rows` tokens takes at most, during one forward."""
         if self.options.variant in LOCAL | {"no_memory_read"}:
@@ -400,6 +432,52 @@ class Hero(Method):
     def rho(self) -> list[float]:
         """The forget factor ρ_j of each routable layer; empty where the variant has none."""
         return [] if self.options.variant in LOCAL else self.router.rho_L().tolist()
+
+    # -- training ---------------------------------------------------------------------------------
+
+    def prepare(self, gradient_checkpointing: bool) -> None:
+        if self.config.strategy == "grouped":
+            raise InputError("training needs strategy auto, gather or masked, since grouped passes no gradients")
+        for adapter in self.adapters:
+            adapter.to(self._wide)
+        self._trial = None  # whichever strategy is the faster one, two trainings must add up in the same order
+        if gradient_checkpointing:
+            # Nothing before the first routable layer has a gradient.
+            checkpoint_blocks(self.decoder.blocks[self.routable[0] :], self._again)
+
+    def losses(
+        self, ids_BT: Tensor, mask_BT: Tensor, objective: Any, *, tokens: int, sequences: int, ramp: float = 1.0
+    ) -> Losses:
+        if self._route is not None:
+            raise InputError("training needs gates: router, since a forced route leaves its router nothing to learn")
+        # Begun ahead of the blocks: what all of them share must not be made inside one that is computed again.
+        hook = self.decoder.base.register_forward_pre_hook(self._begin_training)
+        try:
+            logits_BTV = self.model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).logits
+            g_LN, ffn_LN = self._walk.gates_LN()
+        finally:
+            hook.remove()
+            self._walk = Walk()
+        valid_N = predicting(mask_BT)
+        nll = token_nll(logits_BTV, ids_BT, mask_BT).sum()
+        penalty = squared_usage(g_LN, valid_N)
+        total = nll / tokens + ramp * objective.alpha * penalty / tokens
+        return Losses(
+            total=total,
+            nll=nll.detach(),
+            penalty=penalty.detach(),
+            ran_L=(ffn_LN & valid_N).sum(1),
+            deciders=int(valid_N.sum()),
+            sums={"sum_g": (g_LN.detach().sum(0) * valid_N).sum()},
+        )
+
+    def _begin_training(self, base: nn.Module, args: Any) -> None:
+        self._walk = self._begin(cast(Sequences, self.tracker.current), self.model.device)
+        self._walk.training = True
+
+    def _again(self) -> AbstractContextManager[None]:
+        """A context in which a block of the forward under way can be computed again."""
+        return lent(self, "_walk", self._walk)
 
     # -- checkpoints ------------------------------------------------------------------------------
 
@@ -441,7 +519,8 @@ class Hero(Method):
         refuse_another_backbone(folder, facts, self.decoder, "hero")
         decided(self.config.model_copy(update={"checkpoint": str(folder)}), self.decoder)  # refuses other options
         mine = self.trainables()
-        found = read_tensors(folder, WEIGHTS_FILE, {name: tuple(tensor.shape) for name, tensor in mine.items()})
+        shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
+        found = read_tensors(folder, WEIGHTS_FILE, shapes, part=self.options.variant == "no_history")
         with torch.no_grad():
             for name, parameter in mine.items():
                 parameter.copy_(found[name])
@@ -457,50 +536,57 @@ class Hero(Method):
         layer, recorder = fork.layer, self.recorder
         with recorder.span("dispatch", layer):
             h_bar, self._h_bar = cast(Tensor, self._h_bar), None
-            if depth == 1:
-                self._begin(cast(Sequences, self.tracker.current), u)
+            if depth == 1 and not self._walk.training:
+                self._walk = self._begin(cast(Sequences, self.tracker.current), u.device)
+            walk = self._walk
             scores: Scores = gate(h_bar)
             with recorder.span("router", layer):
                 ffn_N, scale_N = self._decide(depth, scores)
-                if self._real_N is not None:
-                    ffn_N = ffn_N & self._real_N  # a pad is told nothing
+                if walk.real_N is not None:
+                    ffn_N = ffn_N & walk.real_N  # a pad is told nothing
                 if recorder.recording:
                     recorder.gate(layer, "ffn", ffn_N, scores.g, **scores.signals())
             u_Nd = u.flatten(0, 1)
             if self._route in ("open", "closed") and not self.discards:
                 y_Nd = fork.all(fork.one if self._route == "open" else fork.zero, u_Nd)
             else:
-                y_Nd = self.run_rows(fork, u_Nd, ffn_N, self._real_N, scale_N)
+                y_Nd = self.run_rows(fork, u_Nd, ffn_N, walk.real_N, scale_N)
             return y_Nd.view_as(u)
 
-    def _begin(self, sequences: Sequences, u: Tensor) -> None:
-        """A forward reaches its first routable layer."""
-        self._real_N = None if sequences.real_BT is None else sequences.real_BT.flatten()
-        self._around = around(self.options.variant, sequences, u.device)
-        self._forced_LN = None
+    def _begin(self, sequences: Sequences, device: torch.device) -> Walk:
+        """The walk of a forward that is about to reach its first routable layer."""
+        walk = Walk(
+            real_N=None if sequences.real_BT is None else sequences.real_BT.flatten(),
+            around=around(self.options.variant, sequences, device),
+        )
         if isinstance(self._route, ForcedTokens):
-            self._forced_LN = self._route.open_rows(len(self.routable), sequences, u.device)
+            walk.forced_LN = self._route.open_rows(len(self.routable), sequences, device)
         if torch.is_grad_enabled():
-            self._math = PlainMath(self.router)
-        elif not isinstance(self._math, FoldedMath) or not self._math.is_current():
-            self._math = FoldedMath(self.router)
+            walk.math = PlainMath(self.router)
+        else:
+            if self._folded is None or not self._folded.is_current():
+                self._folded = FoldedMath(self.router)
+            walk.math = self._folded
+        return walk
 
     def _score(self, depth: int, h_bar: Tensor) -> Scores:
-        assert self._math is not None
+        walk = self._walk
+        assert walk.math is not None
         h_Nd = h_bar.flatten(0, 1).to(self._wide)
-        past = self._past[depth - 1]
-        scores, self._past[depth] = self.router.step(self._math, depth, h_Nd, past, self._around)
+        past = walk.past.get(depth - 1)
+        scores, walk.past[depth] = self.router.step(walk.math, depth, h_Nd, past, walk.around)
         if not torch.is_grad_enabled():  # else a layer computed again for its gradient asks for its past again
-            self._past[depth - 1] = None
+            walk.past.pop(depth - 1, None)
         return scores
 
     def _decide(self, depth: int, scores: Scores) -> tuple[Tensor, Tensor | None]:
         """Which rows take the FFN, and what each row's branch is scaled by; None is 1."""
         if self._route is None:
-            ffn_N = scores.g >= self.threshold
+            walk = self._walk
+            ffn_N = walk.settle(depth, scores.g, self.threshold) if walk.training else scores.g >= self.threshold
             return ffn_N, torch.where(ffn_N, scores.g, 1 - scores.g)
-        if self._forced_LN is not None:
-            return self._forced_LN[depth - 1], None
+        if self._walk.forced_LN is not None:
+            return self._walk.forced_LN[depth - 1], None
         return torch.full_like(scores.g, self._route == "open", dtype=torch.bool), None
 
     def run_rows(

@@ -150,7 +150,8 @@ def adapters_of(config: LayerRouteConfig) -> LoraOptions | None:
     saved: LoraOptions | None = None
     if config.checkpoint is not None:
         folder = Path(config.checkpoint)
-        saved = lora.read_options(folder) if read_json(folder, CONFIG_FILE).get("lora") else None
+        base = read_json(folder, CONFIG_FILE).get("base")
+        saved = lora.read_options(folder, base) if _has_adapters(folder) else None
         if config.lora is not None and saved is None:
             raise InputError(f"checkpoint {folder}: it was trained without LoRA, and the arm asks for it")
     if isinstance(config.lora, LoraOptions):
@@ -163,11 +164,22 @@ def adapters_of(config: LayerRouteConfig) -> LoraOptions | None:
     return saved or (LoraOptions() if config.lora else None)
 
 
+def _has_adapters(folder: Path) -> bool:
+    found = read_json(folder, CONFIG_FILE).get("lora")
+    if not isinstance(found, bool):
+        raise InputError(
+            f"checkpoint {folder}: {CONFIG_FILE} must say whether the routers were trained with adapters, lora: true "
+            f"or false, and {'says nothing' if found is None else f'says {found!r}'}"
+        )
+    return found
+
+
 class LayerRoute(Trainable):
     """Per-sequence block skipping on a Llama- or Qwen2-style decoder."""
 
     Config = LayerRouteConfig
     Objective = LayerRouteObjective
+    skipped = "blocks skipped"
     scope = "sequence"
     sites = ("block",)
     signals: ClassVar = {"logit": "s_i, the router's output before σ"}
@@ -344,8 +356,7 @@ class LayerRoute(Trainable):
     def caveat(self) -> str | None:
         if self.lora is not None or self.config.checkpoint is None:
             return None
-        trained_with = read_json(Path(self.config.checkpoint), CONFIG_FILE).get("lora")
-        return "routers trained with LoRA, run without it" if trained_with else None
+        return "routers trained with LoRA, run without it" if _has_adapters(Path(self.config.checkpoint)) else None
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -360,7 +371,9 @@ class LayerRoute(Trainable):
         if self.lora is not None:
             lora.reset(self.decoder, seed)
 
-    def losses(self, ids_BT: Tensor, mask_BT: Tensor, objective: Any, *, tokens: int, sequences: int) -> Losses:
+    def losses(
+        self, ids_BT: Tensor, mask_BT: Tensor, objective: Any, *, tokens: int, sequences: int, ramp: float = 1.0
+    ) -> Losses:
         if self._route is not None:
             raise InputError("training needs gates: router, since a forced route leaves its router nothing to learn")
         self._logits = []
@@ -373,7 +386,7 @@ class LayerRoute(Trainable):
         nll = token_nll(logits_BTV, ids_BT, mask_BT).sum()
         penalty = sigma_LS.mean(0).sum()
         total = nll / tokens + objective.gate_weight * penalty / sequences
-        return Losses(total, nll.detach(), penalty.detach(), ran_L)
+        return Losses(total, nll.detach(), penalty.detach(), ran_L, deciders=len(ids_BT))
 
     def _soft_forward(self, layer: int, run_block: Any, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """One block in training: computed for every sequence, its effect scaled by ĝ."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -215,11 +216,7 @@ def test_a_loss_that_is_no_longer_finite_ends_the_training_and_keeps_the_state(
         found = real(self, *args, **kwargs)
         calls["count"] += 1
         # 4 held-out batches, then 2 micro-batches a step: the tenth step.
-        return (
-            found
-            if calls["count"] < 4 + 2 * 9 + 4
-            else methods.Losses(found.total * float("nan"), found.nll, found.penalty, found.ran_L)
-        )
+        return found if calls["count"] < 4 + 2 * 9 + 4 else dataclasses.replace(found, total=found.total * float("nan"))
 
     monkeypatch.setattr(layerroute, "losses", losses)
     with pytest.raises(RuleError, match="the loss is nan .* the state after step 8 is kept"):
@@ -233,6 +230,7 @@ def test_a_loss_that_is_no_longer_finite_ends_the_training_and_keeps_the_state(
         (["method.name=dense"], "method 'dense' has nothing to train|no such option"),
         (["method.lora.rank=0"], "method.lora.*rank: Input should be greater than or equal to 1"),
         (["method.gates=open"], "training needs gates: router"),
+        (["training.gradient_checkpointing=true"], "training.gradient_checkpointing: LayerRoute does not offer it"),
         (["objective.weight=1"], "objective.weight: method 'layerroute' has no such option"),
         (["data.held_out=60"], "data.held_out .60. must leave text to train on"),
     ],

@@ -54,6 +54,17 @@ def test_the_hash_is_of_what_is_meant_not_of_how_it_is_written(minimal: Path) ->
     assert recipes.load(minimal, ["training.seed=1"]).sha256() != recipes.load(minimal).sha256()
 
 
+def test_keys_that_came_later_leave_the_hash_of_a_recipe_without_them_as_it_was(minimal: Path) -> None:
+    """The hash a training was begun under, from before there were schedules and gradient checkpointing."""
+    trained_under = "9d2c0bf0a75f3f3e155a524925278206b845da1ddcd1b750e4cce8a77193512f"
+    assert recipes.load("layerroute-smollm2").sha256() == trained_under
+    spelt_out = ["training.warmup_share=0.0", "training.schedule=cosine", "training.gradient_checkpointing=false"]
+    assert recipes.load("layerroute-smollm2", spelt_out).sha256() == trained_under
+    changed = ["training.warmup_share=0.03", "training.schedule=constant", "training.gradient_checkpointing=true"]
+    hashes = {recipes.load("layerroute-smollm2", [one]).sha256() for one in changed}
+    assert len(hashes | {trained_under}) == 4
+
+
 def test_set_changes_keys_the_method_s_and_the_objective_s_own_included(minimal: Path) -> None:
     recipe = recipes.load(minimal, ["objective.gate_weight=0.3", "method.lora={rank: 4}", "training.seed=7"])
     assert recipe.objective.options == {"gate_weight": 0.3}
@@ -83,6 +94,8 @@ def test_relative_files_start_at_the_recipe_and_typed_ones_at_the_working_folder
         ("training.betas=[0.9]", r"training.betas: must hold at least 2 \(it holds 1\)"),
         ("training.stored_dtype=float61", r"training.stored_dtype: must be one of .*\(nearest: float16\)"),
         ("training.length=1", "training.length: must be at least 2"),
+        ("training.warmup_share=1.5", "training.warmup_share: must be at most 1"),
+        ("training.schedule=linear", "training.schedule: must be one of .*"),
         ("training.batch=4000", r"batch × accumulation × length must be at most 4,194,304 tokens .* is "),
         ("data.generated={}", "there must be text to train on"),
         ("data.generated.maths=3", "data.generated.maths: unknown key; the nearest known is 'math'"),
@@ -116,9 +129,10 @@ def test_recipes_are_found_by_name(tmp_path: Path) -> None:
         recipes.load(listed)
 
 
-def test_the_shipped_recipe_uses_generated_text_only() -> None:
-    """Anybody can train it again: no file beside the package is needed."""
-    recipe: Recipe = recipes.load("layerroute-smollm2")
+@pytest.mark.parametrize("name", ["layerroute-smollm2", "hero-smollm2"])
+def test_the_shipped_recipes_use_generated_text_only(name: str) -> None:
+    """Anybody can train them again: no file beside the package is needed."""
+    recipe: Recipe = recipes.load(name)
     assert recipe.data.files == []
     assert recipe.data.generated is not None
     assert all(recipe.data.generated.counts.values())

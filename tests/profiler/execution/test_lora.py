@@ -177,7 +177,7 @@ def test_peft_loads_what_is_saved_elsewhere(saved: tuple[Decoder, Path]) -> None
 
 def test_what_is_saved_comes_back(saved: tuple[Decoder, Path]) -> None:
     dec, folder = saved
-    assert lora.read_options(folder) == OPTIONS
+    assert lora.read_options(folder, "some/model") == OPTIONS
     other = adapted(random=False)
     lora.restore(other, folder)
     for name, value in lora.adapter_parameters(other).items():
@@ -231,6 +231,10 @@ def test_a_broken_adapter_is_refused_and_changes_nothing(
         ({"use_dora": True}, "its adapter's use_dora is True; only False is supported"),
         ({"target_modules": ["q_proj"]}, r"its adapter is for \['q_proj'\], this method's for q_proj, k_proj"),
         ({"r": 0}, "rank"),
+        (
+            {"base_model_name_or_path": "another/model"},
+            "its adapters are for the model 'another/model', its routers for 'some/model'",
+        ),
     ],
 )
 def test_an_adapter_of_another_kind_is_refused(
@@ -240,7 +244,7 @@ def test_an_adapter_of_another_kind_is_refused(
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     with pytest.raises(InputError, match=message):
-        lora.read_options(folder)
+        lora.read_options(folder, "some/model")
 
 
 def test_a_sample_tells_backbones_apart() -> None:

@@ -267,7 +267,10 @@ def test_labels_say_what_was_forced() -> None:
     ("options", "message"),
     [
         ({"gate": "open"}, "arms.a.gate: method 'layerroute' has no such option; did you mean 'gates'"),
-        ({"gates": "ajar"}, r"arms.a.gates: Input should be 'router' or 'open' \(given: 'ajar'\)"),
+        ({"gates": "ajar"}, r"arms.a.gates: Input should be 'router' or 'open', or: .* mapping \(given: 'ajar'\)"),
+        ({"gates": {"forced": {"ratioo": 0.3}}}, "gates.forced.ratioo: .* did you mean 'ratio'"),
+        ({"gates": {"forced": {"ratio": "0.3"}}}, r"gates.forced.ratio: .* valid number \(given: '0.3'\)"),
+        ({"lora": {"rank": True}}, r"lora.rank: .* valid integer \(given: True\)"),
         ({"gates": {"forced": {"ratio": 2}}}, r"arms.a.gates.forced.ratio: .* less than or equal to 1 \(given: 2\)"),
         ({"gates": {"forced": {"ratio": 0.3, "patern": "random"}}}, "gates.forced.patern: .* did you mean 'pattern'"),
         ({"gates": {"forced": {}}}, "arms.a.gates.forced.ratio: Field required"),

@@ -283,6 +283,9 @@ def test_a_checkpoint_of_another_architecture_names_both(checkpoint: Path) -> No
         ({"format": 7}, "its format is 7, this version reads 1"),
         ({"base_sample": [0.5]}, "must hold a base_sample of 48 numbers"),
         ({"base_sample": "none"}, "must hold a base_sample of 48 numbers"),
+        ({"lora": None}, "config.json must say whether .* lora: true or false, and says nothing"),
+        ({"lora": "yes"}, "lora: true or false, and says 'yes'"),
+        ({"base": "another/model"}, "its adapters are for the model .*, its routers for 'another/model'"),
     ],
 )
 def test_a_refused_checkpoint_leaves_the_model_as_it_was(

@@ -63,7 +63,7 @@ def test_the_middle_is_the_middle_of_a_forced_route() -> None:
     [
         ([], "arms.cut.layers: List should have at least 1 item"),
         ([-1], "arms.cut.layers: Input should be greater than or equal to 0 (given: -1)"),
-        ([1, 1], "arms.cut.layers: Value error, each layer may be listed once"),
+        ([1, 1], "arms.cut.layers: each layer may be listed once"),
         ({"count": 0}, "arms.cut.layers.count: Input should be greater than or equal to 1"),
         ({"count": 1, "pattern": "first"}, "arms.cut.layers.pattern: Input should be 'middle', 'last' or 'spread'"),
         (

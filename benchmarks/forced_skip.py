@@ -9,44 +9,24 @@ Exit code 1 if the claim does not hold. Run it on an otherwise idle machine.
 
 from __future__ import annotations
 
-import argparse
-import tempfile
-from pathlib import Path
+from claims import Claim, exit_code, measured, parser
 
 from analysis.ladder import ladder
-from profiler import run as running
-from profiler.store import Run
-from workloads.loading import load
 
 LIMIT = 0.9
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=15)
-    repeats = parser.parse_args().repeats
-    spec = load(
-        "quickstart",
-        [
-            "name=forced-skip",
-            "cells.prefill={batch: [1], length: [512]}",
-            "cells.decode=null",
-            "trace=null",
-            "measure.warmup=2",
-            f"measure.max_repeats={repeats}",
-            "measure.target_ci=0.001",
-            "measure.budget_s=900",
-        ],
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        opened = Run(running.run(spec, Path(folder) / "run"))
-        print(opened.manifest.contention["sentence"])
-        table = ladder(opened)
+    repeats = parser(__doc__, 15).parse_args().repeats
+    cells = ["cells.prefill={batch: [1], length: [512]}", "cells.decode=null"]
+    with measured(["name=forced-skip", *cells, "measure.warmup=2"], repeats) as run:
+        table = ladder(run)
     forced = table[(table.arm == "forced-30") & table.rung.isin(["flop_skip", "step_time_saved", "realised_fraction"])]
     print(forced[["rung", "variant", "value", "low", "high", "n"]].to_string(index=False))
-    realised = float(forced.loc[forced.rung == "realised_fraction", "value"].iloc[0])
-    print(f"realised fraction {realised:.3f}, limit {LIMIT}: {'holds' if realised >= LIMIT else 'DOES NOT HOLD'}")
-    return 0 if realised >= LIMIT else 1
+    (realised,) = forced[forced.rung == "realised_fraction"].itertuples()
+    claim = Claim("realised fraction", float(realised.value), LIMIT, at_least=True, n=int(realised.n))
+    print(claim)
+    return exit_code([claim])
 
 
 if __name__ == "__main__":

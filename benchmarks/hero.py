@@ -17,7 +17,6 @@ them.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from claims import Claim, exit_code, parser
 from torch import Tensor
 
 from profiler import arms, methods, models
@@ -103,12 +103,11 @@ def measure(work: dict[str, Callable[[], None]], repeats: int, device: torch.dev
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64, 1024])
-    given = parser.parse_args()
-    broken = []
+    options = parser(__doc__, 15)
+    options.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    options.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64, 1024])
+    given = options.parse_args()
+    found = []
     for dtype in given.dtypes:
         loaded = models.load("smollm2-135m-random", dtype)
         device = loaded.model.device
@@ -126,19 +125,19 @@ def main() -> int:
                 + " ".join(f"{took[name] / layers * 1e6:>8.0f} {took[name] / took['dense']:>5.0%}" for name in names)
             )
             ideal = share * took["dense"] + took["adapter"]
-            claims = {"auto ÷ dense": (took["auto"] / took["dense"], NOISE)}
+            n = given.repeats
+            claims = [Claim("auto ÷ dense", took["auto"] / took["dense"], NOISE, n=n)]
             if rows == 1024:
-                claims["auto ÷ (executed share × dense + adapter)"] = (took["auto"] / ideal, DISPATCH_LIMIT)
+                what = "auto ÷ (executed share × dense + adapter)"
+                claims.append(Claim(what, took["auto"] / ideal, DISPATCH_LIMIT, n=n))
                 if dtype == "float32":
-                    claims["router ÷ dense"] = (took["router, dual"] / took["dense"], ROUTER_LIMIT)
-            for claim, (value, limit) in claims.items():
-                holds = value <= limit
-                print(f"       {claim} {value:.3f}, limit {limit}: {'holds' if holds else 'DOES NOT HOLD'}")
-                broken += [] if holds else [claim]
+                    claims.append(Claim("router ÷ dense", took["router, dual"] / took["dense"], ROUTER_LIMIT, n=n))
+            print(*(f"       {claim}" for claim in claims), sep="\n")
+            found += claims
     for form in ("dual", "matrix"):
         held = 4 * depth_memory.numbers(cast(depth_memory.Form, form), MEMORY, 15)
         print(f"memory, {form}: at most {held:,} bytes a token during one forward")
-    return 1 if broken else 0
+    return exit_code(found)
 
 
 if __name__ == "__main__":

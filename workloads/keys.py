@@ -62,9 +62,11 @@ def _is_model(shape: Any) -> bool:
 
 
 def _bare(annotation: Any) -> Any:
-    """The annotation without constraints and without None."""
+    """The annotation without constraints and without None; a mapping of any keys is Any."""
     if get_origin(annotation) is Annotated:
         return _bare(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
         return _bare(next(arg for arg in get_args(annotation) if arg is not types.NoneType))
+    if get_origin(annotation) is dict:
+        return Any
     return annotation

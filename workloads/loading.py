@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib.resources
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -17,7 +17,9 @@ from profiler.errors import InputError
 from workloads import overrides as set_option
 from workloads.documents import read_document
 from workloads.explain import explain, show
-from workloads.spec import BUILTIN, PromptsSpec, QualitySpec, Spec
+from workloads.keys import Path as KeyPath
+from workloads.recipe import builtin_recipes
+from workloads.spec import BUILTIN, PromptsSpec, QualitySpec, Spec, TrainSpec
 
 #: The built-in spec that `load()` takes when none is named.
 DEFAULT = "quickstart"
@@ -26,7 +28,7 @@ DEFAULT = "quickstart"
 def builtin_specs() -> dict[str, Path]:
     """The specs that ship with the package, by name, sorted."""
     folder = Path(str(importlib.resources.files("workloads") / "specs"))
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)}
 
 
 def load(source: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Spec:
@@ -53,20 +55,49 @@ def load(source: str | os.PathLike[str] | None = None, overrides: Sequence[str] 
     for section in ("prompts", "quality"):
         typed = (section, "source") in marks or (section,) in marks
         spec = _with_absolute_source(spec, section, Path.cwd() if typed else path.parent)
-    return spec
+    return _with_absolute_recipe(spec, marks, path.parent)
+
+
+def label(source: str | os.PathLike[str] | None = None) -> str:
+    """What messages call a spec that `load` takes: `built-in spec quickstart`, or the path as given."""
+    name = DEFAULT if source is None else source
+    return f"built-in spec {name}" if isinstance(name, str) and name in builtin_specs() else str(name)
 
 
 def _find(source: str | os.PathLike[str]) -> tuple[Path, str]:
     """The file, and what to call it in messages."""
     known = builtin_specs()
     if isinstance(source, str) and source in known:
-        return known[source], f"built-in spec {source}"
+        return known[source], label(source)
     path = Path(source)
     if not path.exists() and len(path.parts) <= 1 and not path.suffix:
         near = difflib.get_close_matches(str(source), known, n=1)
         hint = f"; the nearest built-in is {near[0]!r}" if near else ""
         raise InputError(f"{source}: neither a file nor a built-in spec ({', '.join(known)}){hint}")
     return path, str(source)
+
+
+def _with_absolute_recipe(spec: Spec, marks: Mapping[KeyPath, str], folder: Path) -> Spec:
+    """The paths that `train` names, made absolute; the name of a built-in recipe stays."""
+    train = spec.train
+    if train is None:
+        return spec
+
+    def absolute(file: str, *place: str) -> str:
+        typed = any(place[:length] in marks for length in range(1, len(place) + 1))
+        return os.path.abspath((Path.cwd() if typed else folder) / os.path.expanduser(file))
+
+    recipe, changes = train.recipe, dict(train.set)
+    found = absolute(recipe, "train", "recipe")
+    if recipe not in builtin_recipes() and (
+        os.path.exists(found) or Path(recipe).suffix or len(Path(recipe).parts) > 1
+    ):
+        recipe = found
+    files = changes.get("data.files")
+    if isinstance(files, list):
+        place = ("train", "set", "data", "files")
+        changes["data.files"] = [absolute(file, *place) if isinstance(file, str) else file for file in files]
+    return spec.model_copy(update={"train": TrainSpec(recipe=recipe, set=changes)})
 
 
 def _with_absolute_source(spec: Spec, section: str, folder: Path) -> Spec:

@@ -15,25 +15,28 @@ import difflib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from workloads.documents import dump_yaml
 
 #: Sections of later versions.
-LATER_KEYS = ("serve", "parallel", "seeds")
+LATER_KEYS = ("serve", "parallel")
 
 #: The method every spec with a routed arm needs as its baseline.
 DENSE = "dense"
 #: `prompts.source` of the prompts that ship with the package.
 BUILTIN = "builtin"
+#: An arm's `checkpoint` that stands for what the spec's own `train` section makes, seed by seed.
+TRAINED = "trained"
 
 MAX_TOKENS_PER_CELL = 1_048_576
 MAX_CELLS = 256
+MAX_NAME = 64
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 METHOD_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
@@ -54,7 +57,7 @@ def _distinct(values: list[T]) -> list[T]:
     return values
 
 
-Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=64)]
+Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=MAX_NAME)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Batches = Annotated[
     list[Annotated[int, Field(ge=1, le=4096)]], Field(min_length=1, max_length=MAX_CELLS), AfterValidator(_distinct)
@@ -276,6 +279,40 @@ class QualitySpec(_Section):
     seed: Seed = Field(default=0, description="Seed of which items are taken.")
 
 
+class TrainSpec(_Section):
+    """What is trained, once for each of `seeds`, before the arms with `checkpoint: trained` are measured."""
+
+    recipe: Annotated[str, Field(min_length=1, max_length=4096)] = Field(
+        description="A recipe file or a built-in recipe's name; a relative path starts at the spec's folder."
+    )
+    set: dict[str, Any] = Field(
+        default={},
+        description="Keys of the recipe to change, such as {training.steps: 40}; a relative path in data.files starts "
+        "at the spec's folder.",
+    )
+
+    @field_validator("set", mode="before")
+    @classmethod
+    def _dotted(cls, given: Any) -> Any:
+        """Nested sections as dotted keys, so that a spec has one form however it was written."""
+        return dict(_leaves(given)) if isinstance(given, dict) else given
+
+    @field_validator("set")
+    @classmethod
+    def _without_seed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if "training.seed" in given:
+            raise _broken("training.seed is what seeds sets, so it cannot be set here too")
+        return given
+
+
+def _leaves(section: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
 class PrivacySpec(_Section):
     """What of the prompts may be written."""
 
@@ -295,6 +332,14 @@ class Spec(_Section):
     measure: MeasureSpec = Field(default_factory=MeasureSpec, description="How long and how precisely.")
     trace: TraceSpec | None = Field(default=None, description="Tracing, or null for none.")
     quality: QualitySpec | None = Field(default=None, description="Held-out quality, or null for none.")
+    train: TrainSpec | None = Field(
+        default=None, validate_default=True, description="Makes the spec a study: train and measure for each of seeds."
+    )
+    seeds: Annotated[list[Seed], Field(min_length=1, max_length=64), AfterValidator(_distinct)] | None = Field(
+        default=None,
+        validate_default=True,
+        description="Seeds of a study: each sets training.seed of the recipe. The text that is measured on stays.",
+    )
     privacy: PrivacySpec = Field(default_factory=PrivacySpec, description="What of the prompts may be written.")
 
     @field_validator("arms")
@@ -315,6 +360,44 @@ class Spec(_Section):
             )
         return [_with_twin(arm, names, dense) for arm in arms]
 
+    @field_validator("train")
+    @classmethod
+    def _has_a_use(cls, train: TrainSpec | None, info: ValidationInfo) -> TrainSpec | None:
+        takers = [arm.name for arm in info.data.get("arms", []) if arm.options.get("checkpoint") == TRAINED]
+        if takers and train is None:
+            raise _broken(
+                f"must be given, since arm {takers[0]!r} asks for checkpoint: {TRAINED}; for a folder of that name "
+                f"write ./{TRAINED}"
+            )
+        if train is not None and not takers and "arms" in info.data:
+            raise _broken(f"makes a checkpoint, and no arm asks for it; give an arm checkpoint: {TRAINED}")
+        return train
+
+    @field_validator("seeds")
+    @classmethod
+    def _repeat_a_training(cls, seeds: list[int] | None, info: ValidationInfo) -> list[int] | None:
+        if "train" not in info.data:
+            return seeds
+        if seeds is not None and info.data["train"] is None:
+            raise _broken(
+                "repeat a training, and the spec has no train section; add one, such as "
+                "train: {recipe: layerroute-tiny}"
+            )
+        if seeds is None and info.data["train"] is not None:
+            raise _broken("must be given beside train, such as seeds: [0, 1, 2]")
+        name = info.data.get("name", "")
+        longest = max((run_name(name, seed) for seed in seeds or []), key=len, default="")
+        if len(longest) > MAX_NAME:
+            raise _broken(
+                f"name runs of their own, and {longest!r} has {len(longest)} characters where {MAX_NAME} are allowed; "
+                "shorten the spec's name"
+            )
+        return seeds
+
+    def trained_arms(self) -> list[str]:
+        """Names of the arms that take the checkpoint of the spec's own training."""
+        return [arm.name for arm in self.arms if arm.options.get("checkpoint") == TRAINED]
+
     def cell_list(self) -> list[Cell]:
         """The cells in the order they run."""
         return self.cells.cell_list()
@@ -324,9 +407,19 @@ class Spec(_Section):
         return dump_yaml(self.model_dump(mode="json"))
 
     def sha256(self) -> str:
-        """Hash of the spec as resolved: canonical JSON, keys sorted. Equal for two ways to write one spec."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        """Hash of the spec as resolved: canonical JSON, keys sorted, those of a study only where it is one.
+
+        Equal for two ways to write one spec.
+        """
+        studied = {"train", "seeds"} if self.train is None else set()
+        meant = self.model_dump(mode="json", exclude=studied)
+        canonical = json.dumps(meant, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def run_name(study: str, seed: int) -> str:
+    """Name of the run of one seed of a study."""
+    return f"{study}-seed-{seed}"
 
 
 def _with_twin(arm: ArmSpec, names: Sequence[str], dense: str | None) -> ArmSpec:

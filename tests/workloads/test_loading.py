@@ -22,7 +22,17 @@ GOOD: dict[str, Any] = {
 }
 
 
-BUILTIN = ["aa", "batch-sweep", "layerroute-baselines", "prefill-512", "quickstart", "tiny"]
+BUILTIN = [
+    "aa",
+    "batch-sweep",
+    "hero-controls",
+    "layerroute-baselines",
+    "layerroute-seeds",
+    "layerroute-seeds-tiny",
+    "prefill-512",
+    "quickstart",
+    "tiny",
+]
 
 
 def changed(**changes: Any) -> dict[str, Any]:
@@ -174,9 +184,12 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (changed(modle={}), ["modle: unknown key; the nearest known is 'model'"]),
     (
         changed(zzz=1),
-        ["zzz: unknown key; known here: name, model, arms, prompts, cells, measure, trace, quality, privacy"],
+        [
+            "zzz: unknown key; known here: name, model, arms, prompts, cells, measure, trace, quality, train, seeds, "
+            "privacy"
+        ],
     ),
-    *[(changed(**{key: {}}), [f"{key}: is not part of this version"]) for key in ("serve", "parallel", "seeds")],
+    *[(changed(**{key: {}}), [f"{key}: is not part of this version"]) for key in ("serve", "parallel")],
     (changed(model={"source": "tiny", "dtyp": 1}), ["model.dtyp: unknown key; the nearest known is 'dtype'"]),
     (
         changed(model={"source": "tiny", "dtype": "float31"}),

@@ -10,6 +10,7 @@ Time is not compared here: the ladder has it, and it follows from the same skips
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Mapping
 from itertools import permutations
 from typing import Any
 
@@ -25,6 +26,7 @@ PAIR_COLUMNS = (
     "arm", "layers_skipped", "patterns", "other", "other_layers_skipped", "other_patterns", "gap_layers", "like_rates",
     "items", "perplexity_ratio", "low", "high", "verdict", "note",
 )  # fmt: skip
+MATCH_COLUMNS = ("arm", "layers", "layers_skipped", "count", "ratio")
 #: Mean layers skipped by which two arms may differ and still be compared at "the same" rate.
 LIKE_RATES = 1.0
 NOT_MEASURED = "not measured"
@@ -70,13 +72,37 @@ def _notes(arm: ArmRecord, other: ArmRecord, gap: float) -> list[str]:
     return found
 
 
+def matches(run: Run) -> pd.DataFrame:
+    """What a baseline has to skip to stand beside each router of the run at the router's executed rate.
+
+    Returns:
+        Columns `MATCH_COLUMNS`, a row a router with held-out decisions. A baseline skips whole layers: `count` is the
+        router's mean rounded (half a layer up), of `layers` in all, and `ratio` = count ÷ layers to four digits, which
+        is what a fixed cut's count and a forced route's ratio are to be set to.
+    """
+    routers = _routers(run)
+    found = eligibility(run, HELD_OUT)
+    lines = []
+    for line in found[(found["requests"] > 0) & found["arm"].isin(routers)].to_dict("records"):
+        count = math.floor(line["layers_skipped"] + 0.5)
+        ratio = round(count / line["layers"], 4)
+        lines.append({**{key: line[key] for key in MATCH_COLUMNS[:3]}, "count": count, "ratio": ratio})
+    return pd.DataFrame(lines, columns=list(MATCH_COLUMNS))
+
+
+def _routers(run: Run) -> set[str]:
+    """Arms whose decisions are made by a router of their own."""
+    return {arm.name for arm in run.manifest.arms if arm.signals and not arm.synthetic}
+
+
 def sentences(run: Run) -> list[str]:
-    """The pairs in words, each once.
+    """The pairs in words, each once; where a baseline is not at its router's rate, what would bring it there.
 
     A router stands first before an arm that has none, and the arm with more patterns before one with fewer.
     """
     lines = [{str(key): value for key, value in line.items()} for line in pairs(run).to_dict("records")]
-    routers = {arm.name for arm in run.manifest.arms if arm.signals and not arm.synthetic}
+    routers = _routers(run)
+    advice = {str(line["arm"]): _advice(line) for line in matches(run).to_dict("records")}
 
     def rank(name: str, patterns: int) -> tuple[bool, int]:
         return name in routers, patterns
@@ -86,7 +112,17 @@ def sentences(run: Run) -> list[str]:
         mine, theirs = rank(line["arm"], line["patterns"]), rank(line["other"], line["other_patterns"])
         if mine > theirs or (mine == theirs and line["arm"] < line["other"]):
             said.append(_sentence(line))
+            baseline = line["other"] not in routers and line["other_layers_skipped"]
+            if not line["like_rates"] and line["arm"] in routers and baseline:
+                said[-1] += f" {advice[line['arm']]}"
     return said
+
+
+def _advice(match: Mapping[Hashable, Any]) -> str:
+    arm, count, layers = match["arm"], match["count"], match["layers"]
+    if not count:
+        return f"{arm} skips less than half a layer, which nothing that skips whole layers can match."
+    return f"A count of {count}, or a ratio of {match['ratio']:g}, skips as many as {arm}: {count} of {layers}."
 
 
 def _sentence(line: dict[str, Any]) -> str:
@@ -96,6 +132,9 @@ def _sentence(line: dict[str, Any]) -> str:
         return f"{arm} against {other}: {rates}, quality not measured."
     spread = "" if math.isnan(line["low"]) else f" [{line['low']:.3f}, {line['high']:.3f}]"
     doubt = "" if line["like_rates"] else " The rates differ by more than one layer, so this is no fair comparison."
+    for name, skipped in ((arm, line["layers_skipped"]), (other, line["other_layers_skipped"])):
+        if not line["like_rates"] and not skipped:
+            doubt = f" {name} skips nothing here, so this is what skipping does to quality."
     verdict = _IN_WORDS[line["verdict"]]
     return f"{arm} is {verdict} {other}: perplexity × {ratio:.3f}{spread} over {line['items']} items, {rates}.{doubt}"
 

@@ -1,6 +1,6 @@
 """Everything said of held-out inputs in one run, computed once for the report, the terminal and the page.
 
-Selection and order only: the figures are `quality`'s, `baselines`', `diagnostics`' and `tracking`'s.
+Selection and order only: the figures are `quality`'s, `matched`'s, `baselines`', `diagnostics`' and `tracking`'s.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from analysis import baselines, diagnostics, quality, tracking
+from analysis.matched import Matched, compared
 from analysis.skips import HELD_OUT
 from profiler.store import Run
 
@@ -23,6 +24,7 @@ class HeldOut:
     """
 
     perplexity: pd.DataFrame
+    matched: Matched
     pairs: pd.DataFrame
     sentences: list[str]
     rates: pd.DataFrame
@@ -43,7 +45,10 @@ def held_out(run: Run) -> HeldOut:
     """Read and compute all of it."""
     rates = diagnostics.skip_rates(run)
     eligible = diagnostics.eligibility(run)
-    arms = [str(arm) for arm in eligible.loc[eligible["requests"] > 0, "arm"]]
+    rates = rates[(rates["cell"] == HELD_OUT) & (rates["phase"] == "prefill")].reset_index(drop=True)
+    # Of a run that goes on, an arm's first rows may come between two of these readings.
+    begun = (eligible["requests"] > 0) & eligible["arm"].isin(rates["arm"])
+    arms = [str(arm) for arm in eligible.loc[begun, "arm"]]
 
     def of_arms(function: Callable[[Run, str], pd.DataFrame]) -> pd.DataFrame:
         frames = [frame for frame in (function(run, arm) for arm in arms) if not frame.empty]
@@ -51,9 +56,10 @@ def held_out(run: Run) -> HeldOut:
 
     return HeldOut(
         perplexity=quality.perplexity(run),
+        matched=compared(run),
         pairs=baselines.pairs(run),
         sentences=baselines.sentences(run),
-        rates=rates[(rates["cell"] == HELD_OUT) & (rates["phase"] == "prefill")].reset_index(drop=True),
+        rates=rates,
         eligibility=eligible[eligible["requests"] > 0].reset_index(drop=True),
         flips=of_arms(diagnostics.flip_rates),
         drift=of_arms(diagnostics.drift),

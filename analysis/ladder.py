@@ -16,12 +16,13 @@ from dataclasses import dataclass
 import pandas as pd
 import yaml
 
-from analysis import kernels
+from analysis import integrity, kernels
 from analysis.counted import NAN, Figure, against_twin, flop_skip, parameter_skip, weight_byte_skip
 from analysis.latency import cells, compare, step_samples, walls
+from profiler.errors import StoreError
 from profiler.intervals import SAMPLES_TO_JUDGE, Interval, median
 from profiler.records import ArmRecord, CellRecord, Manifest
-from profiler.store import Run
+from profiler.store import SPEC, Run
 
 #: Rungs in the order they are read, each with its variants. `step_time` is in ms and there for every arm.
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -67,7 +68,11 @@ def ladder(run: Run) -> pd.DataFrame:
         interval where something was sampled; counts of rows are exact and have none. `numerator` and `denominator`
         are in `unit`, and `meaning` says how the value comes of them. `n`: token rows, steps or pairs behind it.
         An arm that has no twin and decides nothing (dense) has rungs `step_time` and `recorder_cost` only.
+
+    Raises:
+        StoreError: tables and manifest do not belong together (`integrity`), or one of them cannot be read.
     """
+    integrity.check(run)
     tables = _Tables.read(run)
     lines = []
     for cell in cells(run):
@@ -143,9 +148,15 @@ class _Tables:
 
 def _target(run: Run) -> float | None:
     """Half width of the ratio's interval that the spec asked for; None where there is no spec."""
-    spec = yaml.safe_load(run.spec_yaml or "")
-    found = spec.get("measure", {}).get("target_ci") if isinstance(spec, dict) else None
-    return None if found is None else float(found)
+    text = run.spec_yaml
+    if text is None:
+        return None
+    try:
+        return float(yaml.safe_load(text)["measure"]["target_ci"])
+    except (yaml.YAMLError, TypeError, KeyError, ValueError, RecursionError) as error:
+        raise StoreError(
+            f"{run.path / SPEC}: no measure.target_ci can be read from it; it is not as it was written"
+        ) from error
 
 
 def _choices(manifest: Manifest) -> pd.DataFrame:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from analysis import integrity
 from analysis.ladder import ladder
 from analysis.latency import cells
 from profiler.errors import StoreError
@@ -21,6 +22,8 @@ CATALOGUE_COLUMNS = (
     "path", "name", "state", "created_utc", "model", "arms", "cells_done", "cells_total", "megabytes", "labels",
     "error",
 )  # fmt: skip
+#: Tables whose missing rows are named; the others are counted.
+SHOWN = 4
 RULE_COLUMNS = ("rule", "name", "arm", "cell", "passed", "detail")
 CELL_COLUMNS = ("cell", "phase", "batch", "length", "new_tokens", "repeats", "stopped", "done", "reference")
 UNSUPPORTED_COLUMNS = ("metric", "reason")
@@ -28,6 +31,8 @@ UNSUPPORTED_COLUMNS = ("metric", "reason")
 RECORDER_COLUMNS = ("arm", "cell", "cost", "low", "high", "n", "note")
 #: What a folder that is no readable run has for a state in the catalogue.
 BROKEN = "unreadable"
+#: State of a run that lacks rows it once had.
+DAMAGED = "damaged"
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Overview:
     """A run at a glance: what it is, what a reader must know first, and how it was made.
 
     Attributes:
-        state: as `Run.state`; `sentence` says it with what it means for the reader.
+        state: as `Run.state`, or `damaged`; `sentence` says it with what it means for the reader.
         labels: sentences to show beside every result (random weights, synthetic routes, contention, ...).
         facts: (name, value) pairs: model, machine, versions, commit.
         rules, cells, unsupported, recorder_cost: columns `RULE_COLUMNS`, `CELL_COLUMNS`, `UNSUPPORTED_COLUMNS`,
@@ -65,7 +70,7 @@ def overview(run: Run, frame: pd.DataFrame | None = None) -> Overview:
     cell_frame = _records(found, ["name", *CELL_COLUMNS[1:]]).rename(columns={"name": "cell"})
     return Overview(
         name=manifest.name,
-        state=run.state,
+        state=_state(run),
         sentence=_sentence(run, found),
         labels=labels(run),
         facts=_facts(run),
@@ -80,9 +85,17 @@ def _records(records: list[Any], columns: list[str] | tuple[str, ...]) -> pd.Dat
     return pd.DataFrame([{c: getattr(record, c) for c in columns} for record in records], columns=list(columns))
 
 
+def _state(run: Run) -> str:
+    return DAMAGED if integrity.missing(run) else run.state
+
+
 def _sentence(run: Run, found: list[CellRecord]) -> str:
     """How the run stands, with the cells that can be trusted to be whole."""
     manifest = run.manifest
+    gone = integrity.missing(run)
+    if gone:
+        more = f" (and {len(gone) - SHOWN} more tables)" if len(gone) > SHOWN else ""
+        return f"Data are missing that were written: {'; '.join(gone[:SHOWN])}{more}. What is left is shown."
     done = f"{sum(cell.done for cell in found)} of {len(found)} cells done"
     detail = f": {manifest.state_detail}" if manifest.state_detail else ""
     kept = f"{done}; what is on disk is shown"
@@ -210,7 +223,7 @@ def _listed(run: Run) -> dict[str, Any]:
     return {
         "path": str(run.path),
         "name": manifest.name,
-        "state": run.state,
+        "state": _state(run),
         "created_utc": manifest.created_utc,
         "model": manifest.model.source if manifest.model is not None else None,
         "arms": ", ".join(arm.name for arm in manifest.arms),

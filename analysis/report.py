@@ -1,33 +1,26 @@
 """Reports of a run: self-contained HTML, Markdown, CSV and JSON.
 
-Reports draw what `analysis` returns and compute nothing. The HTML opens from a file without a network: Plotly is
-inside, once, and a content policy forbids every request and every script but its own two. Prompts, names and notes
-are data: Jinja escapes them in HTML, `charts.plain` in labels, and the JSON of figures holds no `<`.
+Reports draw what `analysis` returns and compute nothing. What makes a page self-contained is in `document`; the report
+of a training is `training_report`.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import io
 import json
-import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import duckdb
-import jinja2
 import pandas as pd
-import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 
 from analysis import (
     charts,
     diagnostic_charts,
     diagnostic_tables,
+    document,
     kernels,
     ladder,
     ladder_tables,
@@ -35,18 +28,24 @@ from analysis import (
     routing,
     routing_charts,
     tables,
+    training_report,
+    training_tables,
+    trajectory_charts,
+    trajectory_report,
+    trajectory_tables,
     wording,
 )
 from analysis.held_out import HeldOut, held_out
 from analysis.overview import Overview, overview
+from analysis.sharing import sharing
 from analysis.tracking import SHARE
+from analysis.training import Training, trainings
 from profiler.errors import InputError, StoreError
 from profiler.store import Run
 
 KERNELS_SHOWN = 10
 #: Prompts longer than this are cut in the report; the page shows them whole.
 PROMPT_CHARACTERS = 400
-_TEMPLATES = Path(__file__).with_name("templates")
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,10 @@ class _Contents:
     tails: pd.DataFrame
     segments: pd.DataFrame
     skips: pd.DataFrame
+    sharing: pd.DataFrame
+    trainings: dict[str, Training]
     held_out: HeldOut
+    trajectories: list[trajectory_report.Trajectory]
     look: charts.Look
     names: dict[str, str]
 
@@ -83,7 +85,10 @@ class _Contents:
             tails=latency.tails(run),
             segments=kernels.segments(run),
             skips=routing.skip_by_layer(run),
+            sharing=sharing(run),
+            trainings=trainings(run),
             held_out=held_out(run),
+            trajectories=trajectory_report.trajectories(run),
             look=charts.Look.of(run.manifest),
             names=wording.arm_names(run.manifest),
         )
@@ -95,19 +100,10 @@ class _Contents:
 def render_html(run: Run) -> str:
     """The report as one HTML document that needs nothing else: no network, no other file."""
     found = _Contents.of(run)
-    figures: list[str] = []
-
-    def plot(figure: go.Figure) -> int:
-        figures.append(figure.to_json(engine="json"))
-        return len(figures) - 1
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    draw = (_TEMPLATES / "draw.js").read_text(encoding="utf-8")
-    # A closing tag inside of a script would end it early; Plotly's own text has none, and this keeps it so.
-    library = get_plotlyjs().replace("</script", "<\\/script")
-    body = environment.get_template("report.html.j2").render(
+    plot = document.Figures()
+    return document.page(
+        "report.html.j2",
+        plot,
         overview=found.overview,
         labels=[wording.sentence(label) for label in found.overview.labels],
         model=run.manifest.model,
@@ -117,7 +113,13 @@ def render_html(run: Run) -> str:
         cells=[_cell_section(found, cell, plot) for cell in found.measured["cell"].unique()],
         break_even=_break_even(found, plot),
         routing=_routing_sections(found, plot),
+        sharing=tables.sharing(found.sharing, found.names),
+        sharing_caption=wording.SHARING,
+        trainings=[
+            {"arm": found.names[arm], **training_report.section(each, plot)} for arm, each in found.trainings.items()
+        ],
         held_out=_held_out_section(found, plot),
+        trajectories=[trajectory_report.section(each, found.names, found.look, plot) for each in found.trajectories],
         tails=tables.tails(found.tails, found.names),
         percentile_rule=latency.RULE,
         samples_beyond=latency.SAMPLES_BEYOND,
@@ -129,29 +131,16 @@ def render_html(run: Run) -> str:
         unsupported=tables.unsupported(found.overview),
         facts=tables.facts(found.overview),
         glossary=tables.glossary(),
-        figures=figures,
-        config=json.dumps(charts.CONFIG),
-        library=library,
-        draw=draw,
-        script_hashes=[_csp_hash(library), _csp_hash(draw)],
     )
-    return body + "\n"
 
 
-def _csp_hash(script: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-_Plot = Callable[[go.Figure], int]
-
-
-def _summary(found: _Contents, plot: _Plot) -> dict[str, Any]:
+def _summary(found: _Contents, plot: document.Figures) -> dict[str, Any]:
     shown = found.measured[["parameter_skip", "flop_skip", "step_time_saved"]].notna().any(axis=None)
     figure = plot(charts.skip_against_saving(found.measured, found.look)) if shown else None
     return {"figure": figure, "table": tables.ladder_summary(found.measured), "unmeasured": found.unmeasured}
 
 
-def _cell_section(found: _Contents, cell: str, plot: _Plot) -> dict[str, Any]:
+def _cell_section(found: _Contents, cell: str, plot: document.Figures) -> dict[str, Any]:
     rows = found.ladder[found.ladder["cell"] == cell]
     headline = tables.headline_rows(rows)
     measured = headline[headline["rung"].isin(wording.RUNG_NAMES) & headline["value"].notna()]
@@ -175,13 +164,13 @@ def _cell_section(found: _Contents, cell: str, plot: _Plot) -> dict[str, Any]:
     }
 
 
-def _break_even(found: _Contents, plot: _Plot) -> dict[str, Any]:
+def _break_even(found: _Contents, plot: document.Figures) -> dict[str, Any]:
     timed = found.wide[found.wide["step_time_saved"].notna()]
     figures = [plot(charts.break_even(rows, found.look)) for _, rows in timed.groupby(["phase", "length"], sort=False)]
     return {"figures": figures, "table": tables.break_even(found.break_even)}
 
 
-def _routing_sections(found: _Contents, plot: _Plot) -> list[dict[str, Any]]:
+def _routing_sections(found: _Contents, plot: document.Figures) -> list[dict[str, Any]]:
     """One a cell, with one part an arm that decided there."""
     labels = {str(row.cell): wording.row_label(row) for row in found.wide.itertuples()}
     return [
@@ -197,7 +186,7 @@ def _routing_sections(found: _Contents, plot: _Plot) -> list[dict[str, Any]]:
     ]
 
 
-def _routing_part(found: _Contents, cell: str, arm: str, skips: pd.DataFrame, plot: _Plot) -> dict[str, Any]:
+def _routing_part(found: _Contents, cell: str, arm: str, skips: pd.DataFrame, plot: document.Figures) -> dict[str, Any]:
     choice = skips["choice"].iloc[0]
     shares = skips[skips["choice"] == choice]
     grid = routing.heatmap(found.run, arm, cell)
@@ -211,20 +200,34 @@ def _routing_part(found: _Contents, cell: str, arm: str, skips: pd.DataFrame, pl
     }
 
 
-def _held_out_section(found: _Contents, plot: _Plot) -> dict[str, Any]:
+def _held_out_section(found: _Contents, plot: document.Figures) -> dict[str, Any]:
     """Quality and diagnostics; `arms` has one part an arm that decided about held-out inputs."""
     about = found.held_out
     return {
         "measured": about.measured,
         "sentences": about.sentences,
         "perplexity": diagnostic_tables.perplexity(about.perplexity, found.names),
+        "matched": _matched(found, plot),
         "pairs": diagnostic_tables.pairs(about.pairs, found.names),
         "eligibility": diagnostic_tables.eligibility(about.eligibility, found.names),
         "arms": [_diagnosed(found, arm, plot) for arm in about.arms],
     }
 
 
-def _diagnosed(found: _Contents, arm: str, plot: _Plot) -> dict[str, Any]:
+def _matched(found: _Contents, plot: document.Figures) -> dict[str, Any] | None:
+    """Arms that skip at the rates they executed; None where there are no two of them."""
+    about = found.held_out.matched
+    if not about.worth_showing:
+        return None
+    scored = about.table[about.table["perplexity"].notna()]
+    return {
+        "sentences": about.sentences,
+        "figure": plot(trajectory_charts.matched(scored, found.look)) if not scored.empty else None,
+        "table": trajectory_tables.matched(about.table, found.names),
+    }
+
+
+def _diagnosed(found: _Contents, arm: str, plot: document.Figures) -> dict[str, Any]:
     rates, flips, drift, tracks, confounds = (
         frame[frame["arm"] == arm]
         for frame in (
@@ -258,7 +261,7 @@ def _prompts(grid: routing.Heatmap) -> list[tuple[str, str, str]]:
     ]
 
 
-def _telemetry(found: _Contents, plot: _Plot) -> int | None:
+def _telemetry(found: _Contents, plot: document.Figures) -> int | None:
     frame = found.run.frame("telemetry")
     return plot(charts.telemetry(frame)) if not frame.empty else None
 
@@ -295,7 +298,13 @@ def render_markdown(run: Run) -> str:
             for (cell, arm), of_arm in found.skips.groupby(["cell", "arm"], sort=False)
             for choice, shares in list(of_arm.groupby("choice", sort=False))[:1]
         ),
+        ("What the batch shares", tables.sharing(found.sharing, found.names), wording.SHARING),
         *_held_out_parts(found),
+        *(part for each in found.trajectories for part in trajectory_report.markdown_parts(each, found.names)),
+        *(
+            (f"Training of {found.names[arm]}: held-out figures", training_tables.held_out(each), each.sentence)
+            for arm, each in found.trainings.items()
+        ),
         ("Rules", tables.rule_summary(about), ""),
         ("Checks of the rules", tables.rules(about), ""),
         ("Cells", tables.cells(about), ""),
@@ -304,7 +313,7 @@ def render_markdown(run: Run) -> str:
         ("Terms", tables.glossary(), ""),
     ]
     for title, table, below in parts:
-        lines += ["", f"## {wording.markdown(title)}", "", *_markdown_table(table)]
+        lines += ["", f"## {wording.markdown(title)}", "", *document.markdown_table(table)]
         lines += ["", wording.markdown(below)] if below else []
     return "\n".join(lines) + "\n"
 
@@ -313,8 +322,14 @@ def _held_out_parts(found: _Contents) -> list[tuple[str, tables.Table, str]]:
     about = found.held_out
     if not about.measured:
         return []
+    said = " ".join(about.matched.sentences)
     parts = [
         ("Held-out perplexity", diagnostic_tables.perplexity(about.perplexity, found.names), ""),
+        *(
+            [("At the rates executed", trajectory_tables.matched(about.matched.table, found.names), said)]
+            if about.matched.worth_showing
+            else []
+        ),
         ("Against baselines", diagnostic_tables.pairs(about.pairs, found.names), " ".join(about.sentences)),
         ("Eligible against executed", diagnostic_tables.eligibility(about.eligibility, found.names), ""),
     ]
@@ -335,14 +350,6 @@ def _not_measured(found: _Contents) -> str:
     return f"Nothing was measured in {', '.join(found.unmeasured)}." if found.unmeasured else ""
 
 
-def _markdown_table(table: tables.Table) -> list[str]:
-    if not table.rows:
-        return ["Nothing was recorded."]
-    rule = ["---:" if place in table.numeric else "---" for place in range(len(table.columns))]
-    rows = [[wording.markdown(text) for text in row] for row in (table.columns, *table.rows)]
-    return [f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:])]
-
-
 def render_csv(run: Run) -> str:
     """`analysis.ladder.ladder` as CSV; `value_unit` says what value, low and high are in. Undefined is empty."""
     out = io.StringIO()
@@ -359,7 +366,8 @@ def _with_unit(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def render_json(run: Run) -> str:
-    """One JSON object: overview, ladder, break_even, tails, segments, held_out, rules, unsupported.
+    """One JSON object: overview, ladder, break_even, tails, segments, sharing, trainings, held_out,
+    trajectories, rules, unsupported.
 
     Undefined is null.
     """
@@ -372,35 +380,38 @@ def render_json(run: Run) -> str:
             "sentence": about.sentence,
             "labels": about.labels,
             "facts": dict(about.facts),
-            "cells": _records(about.cells),
+            "cells": document.records(about.cells),
         },
         "headlines": wording.headlines(found.wide, found.names),
-        "ladder": _records(_with_unit(found.ladder)),
-        "break_even": _records(found.break_even),
-        "tails": _records(found.tails),
-        "segments": _records(found.segments),
+        "ladder": document.records(_with_unit(found.ladder)),
+        "break_even": document.records(found.break_even),
+        "tails": document.records(found.tails),
+        "segments": document.records(found.segments),
+        "sharing": document.records(found.sharing),
+        "trainings": {arm: json.loads(training_report.render_json(each)) for arm, each in found.trainings.items()},
         "held_out": {
             "sentences": found.held_out.sentences,
+            "matched": document.records(found.held_out.matched.table),
             **{
-                name: _records(getattr(found.held_out, name))
+                name: document.records(getattr(found.held_out, name))
                 for name in ("perplexity", "pairs", "eligibility", "rates", "flips", "tracks", "confounds", "drift")
             },
         },
-        "rules": _records(about.rules),
-        "unsupported": _records(about.unsupported),
+        "trajectories": [
+            {
+                "arm": each.arm,
+                "cell": each.cell,
+                "tokens": each.tokens,
+                "inputs": each.inputs,
+                "note": each.note,
+                **{name: document.records(getattr(each, name)) for name in trajectory_report.FRAMES},
+            }
+            for each in found.trajectories
+        ],
+        "rules": document.records(about.rules),
+        "unsupported": document.records(about.unsupported),
     }
     return json.dumps(whole, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
-
-
-def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    return [{str(k): _json_value(v) for k, v in row.items()} for row in frame.to_dict("records")]
-
-
-def _json_value(value: Any) -> Any:
-    if wording.absent(value):
-        return None
-    value = value.item() if hasattr(value, "item") else value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
@@ -435,17 +446,4 @@ def write(run: Run, format: str, out: Path) -> Path:
         InputError: there is no such format, or `out` is a folder.
         StoreError: a table of the run cannot be read, or the file cannot be written.
     """
-    text = render(run, format)
-    if out.is_dir():
-        raise InputError(f"--out {out}: it is a folder; a report is one file")
-    aside = out.with_name(f".{out.name}.tmp-{os.getpid()}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            aside.write_text(text, encoding="utf-8")
-            os.replace(aside, out)
-        finally:
-            aside.unlink(missing_ok=True)
-    except OSError as error:
-        raise StoreError(f"cannot write the report {out}: {error.strerror or error}") from error
-    return out
+    return document.write(render(run, format), out)

@@ -60,7 +60,7 @@ def skips(run: Run, arm: str, cell: str = HELD_OUT, phase: str | None = None) ->
     names = [record.name for record in run.manifest.arms]
     if arm not in names:
         raise InputError(f"run {run.manifest.name!r} has no arm {arm!r}; it has {', '.join(names) or 'none'}")
-    skipping = _skipping(run.manifest.arm(arm))
+    skipping = skipping_choices(run.manifest.arm(arm))
     columns = sorted({(layer, site) for layer, site, _ in skipping})
     gates = rows_of(run.table("gates"), arm=arm, cell=cell, phase=phase)
     found = gates.aggregate("request, layer, site, choices, sum(rows)::bigint as rows").fetchall()
@@ -91,7 +91,7 @@ def skips(run: Run, arm: str, cell: str = HELD_OUT, phase: str | None = None) ->
     )
 
 
-def _skipping(arm: ArmRecord) -> dict[tuple[int, str, int], bool]:
+def skipping_choices(arm: ArmRecord) -> dict[tuple[int, str, int], bool]:
     """(layer, site, choice) → whether it leaves the backbone's part out, for sites at which that is a choice."""
     costs: dict[tuple[int, str], dict[int, int]] = {}
     for choice in arm.choices:
@@ -114,4 +114,4 @@ def rows_of(table: duckdb.DuckDBPyRelation, **wanted: str | None) -> duckdb.Duck
 
 def deciding_arms(run: Run) -> list[str]:
     """Arms that can skip something."""
-    return [arm.name for arm in run.manifest.arms if _skipping(arm)]
+    return [arm.name for arm in run.manifest.arms if skipping_choices(arm)]

@@ -249,6 +249,29 @@ def skip_shares(frame: pd.DataFrame) -> Table:
     return Table(columns, lines, frozenset({0, *range(2, len(columns))}))
 
 
+def sharing(frame: pd.DataFrame, names: Mapping[str, str]) -> Table:
+    """`analysis.sharing.sharing`: a line a cell and arm.
+
+    Args:
+        names: `wording.arm_names`.
+    """
+    return table(
+        frame,
+        [
+            _CELL,
+            ("Arm", False, lambda r: names[r.arm]),
+            ("Nobody runs (% of layers × steps)", True, lambda r: wording.percent(r.nobody)),
+            ("Some rows run (%)", True, lambda r: wording.percent(r.some)),
+            ("Every row runs (%)", True, lambda r: wording.percent(r.everybody)),
+            ("Rows that ran (% of rows)", True, lambda r: wording.percent(r.rows_ran)),
+            ("Weights read (% of bytes)", True, lambda r: wording.percent(r.weights_read)),
+            ("Read for rows that skip (% of bytes)", True, lambda r: wording.percent(r.read_for_skippers)),
+            ("Layers", True, lambda r: wording.count(r.layers)),
+            ("Steps", True, lambda r: wording.count(r.steps)),
+        ],
+    )
+
+
 def rule_summary(found: Overview) -> Table:
     """Rules the run enforced on itself, and in how many of the arms and cells each was checked and held."""
     lines: list[tuple[str, ...]] = []

@@ -213,6 +213,13 @@ def _why_not_timed(twin: Any) -> str:
     return "there is no twin to compare with" if absent(twin) else f"no bare steps paired with {twin}"
 
 
+#: What stands beside the table of `analysis.sharing`.
+SHARING = (
+    "A layer that one row of a step runs is read for all of them. So where the rows of a batch decide differently, "
+    "more weights are read than rows run, and a step that waits for weights, as decoding does, saves less time than "
+    "its rows skip."
+)
+
 # -- glossary -----------------------------------------------------------------------------------------------------
 
 #: term, definition, unit.

@@ -1,6 +1,6 @@
 """The dashboard: `streamlit run dashboard/app.py -- RUNS`, where RUNS is a run folder or a folder of them.
 
-Four pages, each with an address of its own that carries what is picked (`/ladder?run=…&cell=…`), so that a view can
+Seven pages, each with an address of its own that carries what is picked (`/ladder?run=…&cell=…`), so that a view can
 be linked to. What the pages show comes from `analysis`; nothing is computed here.
 """
 
@@ -15,6 +15,9 @@ PAGES = {
     "page_ladder.py": ("Ladder", "ladder"),
     "page_routing.py": ("Routing", "routing"),
     "page_held_out.py": ("Held-out text", "held-out"),
+    "page_trajectories.py": ("Trajectories", "trajectories"),
+    "page_training.py": ("Training", "training"),
+    "page_study.py": ("Studies", "studies"),
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import streamlit as st
 
-from analysis import diagnostic_charts, diagnostic_tables, wording
+from analysis import diagnostic_charts, diagnostic_tables, trajectory_charts, trajectory_tables, wording
 from analysis.held_out import HeldOut
 from analysis.tracking import SHARE
 from dashboard.reading import Reading, agreement, banners, draw, held_out, listed, pick, pick_run, show
@@ -37,6 +37,14 @@ def _quality(reading: Reading, about: HeldOut) -> None:
         "scored. Intervals are 95 % bootstraps over items."
     )
     show(diagnostic_tables.perplexity(about.perplexity, reading.names), "Nothing was scored.")
+    if about.matched.worth_showing:
+        st.subheader("At the rates executed: every arm that skips against the first")
+        for sentence in about.matched.sentences:
+            st.markdown(wording.markdown(sentence))
+        scored = about.matched.table[about.matched.table["perplexity"].notna()]
+        if not scored.empty:
+            draw(trajectory_charts.matched(scored, reading.look), "matched")
+        show(trajectory_tables.matched(about.matched.table, reading.names), "Nothing was decided.")
     st.subheader("Does routing beat doing nothing clever?")
     for sentence in about.sentences:
         st.markdown(f"- {wording.markdown(sentence)}")

@@ -1,4 +1,4 @@
-"""The page of routing: each decision as a grid beside the prompts, and how often each layer was skipped, by domain."""
+"""The page of routing: each decision beside its prompt, skips by layer and domain, what the rows of a step share."""
 
 from __future__ import annotations
 
@@ -33,6 +33,13 @@ def page() -> None:
         grid = heatmap(reading, arm, cell, request)
     _decisions(reading, grid, request)
     _shares(reading, in_cell[in_cell["arm"] == arm], arm)
+    st.subheader("What the batch shares")
+    st.caption(wording.SHARING)
+    show(
+        tables.sharing(reading.results.sharing, reading.names),
+        "Nothing was recorded of an arm that can skip.",
+        prose=True,
+    )
 
 
 def _decisions(reading: Reading, grid: Heatmap, request: str) -> None:

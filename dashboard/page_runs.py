@@ -29,6 +29,7 @@ def page() -> None:
             ("page_ladder.py", "Its ladder"),
             ("page_routing.py", "Its routing"),
             ("page_held_out.py", "Its held-out text"),
+            ("page_trajectories.py", "Its trajectories"),
         ):
             st.page_link(Path(__file__).parent / file, label=title, query_params={"run": reading.run.path.name})
     st.subheader("Cells")

@@ -22,7 +22,10 @@ from analysis import charts, kernels, ladder, ladder_tables, latency, routing, w
 from analysis.held_out import HeldOut
 from analysis.held_out import held_out as compute_held_out
 from analysis.overview import Overview, catalogue, overview
+from analysis.sharing import sharing
 from analysis.tables import Table
+from analysis.trajectory_report import Trajectory
+from analysis.trajectory_report import trajectory as compute_trajectory
 from profiler.errors import InputError, StoreError
 from profiler.store import MANIFEST, Run
 
@@ -41,6 +44,7 @@ class Results:
     tails: pd.DataFrame
     segments: pd.DataFrame
     skips: pd.DataFrame
+    sharing: pd.DataFrame
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ def _results(path: str, written_ns: int) -> Results:
         tails=latency.tails(run),
         segments=kernels.segments(run),
         skips=routing.skip_by_layer(run),
+        sharing=sharing(run),
     )
 
 
@@ -85,6 +90,11 @@ def _top_kernels(path: str, written_ns: int, arm: str, cell: str, n: int) -> pd.
 @st.cache_data(max_entries=RUNS_HELD, show_spinner="Reading held-out decisions")
 def _held_out(path: str, written_ns: int) -> HeldOut:
     return compute_held_out(Run(path))
+
+
+@st.cache_data(max_entries=32, show_spinner="Following the tokens through depth")
+def _trajectory(path: str, written_ns: int, arm: str, cell: str) -> Trajectory:
+    return compute_trajectory(Run(path), arm, cell)
 
 
 def _written_ns(run: Run) -> int:
@@ -104,6 +114,11 @@ def top_kernels(reading: Reading, arm: str, cell: str, n: int) -> pd.DataFrame:
 def held_out(reading: Reading) -> HeldOut:
     """`analysis.held_out.held_out`, cached."""
     return _held_out(str(reading.run.path), _written_ns(reading.run))
+
+
+def trajectory(reading: Reading, arm: str, cell: str) -> Trajectory:
+    """`analysis.trajectory_report.trajectory`, cached."""
+    return _trajectory(str(reading.run.path), _written_ns(reading.run), arm, cell)
 
 
 def agreement(reading: Reading, others: Sequence[str], arm: str) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from profiler import checkpoints, methods
 from profiler.recorder import Recorder
-from profiler.records import ArmRecord
+from profiler.records import ArmRecord, CalibrationRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,8 +44,15 @@ def tree(backbone: PreTrainedModel, method: str, config: Any) -> methods.Method:
     return methods.load(method).wrap(sibling(backbone), config, Recorder())
 
 
-def build(backbone: PreTrainedModel, name: str, method: str, options: dict[str, Any], twin: str | None) -> Arm:
-    """Make an arm.
+def build(
+    backbone: PreTrainedModel,
+    name: str,
+    method: str,
+    options: dict[str, Any],
+    twin: str | None,
+    calibration: CalibrationRecord | None = None,
+) -> Arm:
+    """Make an arm; `calibration` says where its threshold comes from.
 
     Raises:
         InputError: the method is unknown, an option is wrong, or a checkpoint does not fit the backbone.
@@ -54,10 +61,12 @@ def build(backbone: PreTrainedModel, name: str, method: str, options: dict[str, 
     config = methods.configure(method, options, where=f"arms.{name}.")
     bare, recorded = tree(backbone, method, config), tree(backbone, method, config)
     recorded.recorder.attach(recorded)
-    return Arm(describe(recorded, name, method, twin), bare, recorded)
+    return Arm(describe(recorded, name, method, twin, calibration), bare, recorded)
 
 
-def describe(handle: methods.Method, name: str, method: str, twin: str | None) -> ArmRecord:
+def describe(
+    handle: methods.Method, name: str, method: str, twin: str | None, calibration: CalibrationRecord | None = None
+) -> ArmRecord:
     """What the manifest says of a wrapped model."""
     return ArmRecord(
         name=name,
@@ -72,5 +81,7 @@ def describe(handle: methods.Method, name: str, method: str, twin: str | None) -
         caveat=handle.caveat,
         signals=dict(handle.signals),
         signal_starts=handle.signal_starts,
+        constants=handle.constants,
+        calibration=calibration,
         choices=handle.choices(handle.model, handle.config),
     )

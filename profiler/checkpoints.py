@@ -1,7 +1,8 @@
 """`checkpoint: builtin`: the checkpoint that ships with the package for a method and a model.
 
 Checkpoints are folders under `workloads/checkpoints`, told apart by the facts in their `config.json`; the method
-itself checks that what it is given fits. Not here: writing one (`train`), and paths, which pass through.
+itself checks that what it is given fits. An arm that asks for a variant gets the one trained as it, else the full
+method's, whose parts it leaves out. Not here: writing one (`train`), and paths, which pass through.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 #: The value of an arm's `checkpoint` option that is looked up here.
 BUILTIN = "builtin"
+#: The variant of a method that has all its parts, and of one that has no variants.
+FULL = "full"
 #: What of a model's shape a checkpoint's facts must equal.
 _SHAPE = ("architecture", "layers", "hidden_size")
 
@@ -38,12 +41,16 @@ def resolve(method: str, options: dict[str, Any], model: PreTrainedModel) -> dic
         return options
     config = model.config
     shape = (type(model).__name__, int(config.num_hidden_layers), int(config.hidden_size))
-    others = []
+    others: list[str] = []
+    variants: dict[str, str] = {}
     for folder, facts in builtin_checkpoints().items():
         theirs = tuple(facts[key] for key in _SHAPE)
         if (facts["method"], theirs) == (method, shape):
-            return {**options, "checkpoint": folder}
+            variants.setdefault(facts.get("options", {}).get("variant", FULL), folder)
         others.append(f"{facts['method']} on {facts['base']} ({_words(theirs)})")
+    if variants:
+        found = variants.get(options.get("variant") or FULL) or variants.get(FULL) or next(iter(variants.values()))
+        return {**options, "checkpoint": found}
     raise InputError(
         f"checkpoint: builtin: none ships for method {method!r} on this model ({_words(shape)}); "
         f"those that ship: {'; '.join(others) or 'none'}"

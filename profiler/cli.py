@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 import typer.core
 
-from profiler.errors import GatewiseError, InputError
+from profiler.errors import GatewiseError, InputError, SpecError
+from profiler.interrupts import terminated_as_interrupt
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,12 +27,13 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 class _Commands(typer.core.TyperGroup):
-    """Turns our errors into a sentence and its exit code."""
+    """Turns our errors into a sentence and its exit code. SIGTERM ends any command like Ctrl-C."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         try:
-            return super().invoke(ctx)
+            with terminated_as_interrupt():
+                return super().invoke(ctx)
         except GatewiseError as error:
             _say(f"error: {error}", error)
             raise SystemExit(error.exit_code) from None
@@ -57,6 +61,18 @@ app.add_typer(models_app, name="models")
 SpecArgument = Annotated[str | None, typer.Argument(metavar="[SPEC]", help="A spec file or a built-in spec's name.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the spec.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+ReportArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, a training or a study.")]
+
+
+@contextmanager
+def _naming(spec: str | None) -> Iterator[None]:
+    """What is wrong with a spec is told with the file it is wrong in."""
+    try:
+        yield
+    except SpecError as error:
+        from workloads import loading
+
+        raise InputError(f"{loading.label(spec)}: {error}") from error
 
 
 def _console() -> Console:
@@ -74,7 +90,7 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what time, memory and disk it would take.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run in --out.")] = False,
 ) -> None:
-    """Run a workload spec (default: the built-in quickstart) into a run folder."""
+    """Run a workload spec (default: the built-in quickstart) into a run folder, one with seeds into a study's."""
     from workloads import loading
 
     resolved = loading.load(spec, set_ or [])
@@ -82,13 +98,21 @@ def run(
     if dry_run:
         from profiler import estimate
 
-        found = estimate.estimate(resolved)
+        with _naming(spec):
+            found = estimate.estimate(resolved)
         _emit(found.as_json(), found.lines(), as_json, console)
         return
     from profiler import run as running
     from profiler.progress import Bar
 
-    with Bar(console) as bar:
+    if resolved.seeds is not None:
+        from profiler import study
+
+        with _naming(spec), Bar(console) as bar:
+            folder = study.run(resolved, out, resume=resume, progress=bar)
+        _show_study(folder, as_json, console)
+        return
+    with _naming(spec), Bar(console) as bar:
         folder = running.run(resolved, out, resume=resume, progress=bar)
     _show(folder, as_json, console)
 
@@ -107,6 +131,25 @@ def _show(folder: Path, as_json: bool, console: Console) -> None:
         import json
 
         print(json.dumps({"run": str(folder), "report": str(page), **json.loads(report.render_json(opened))}))
+
+
+def _show_study(folder: Path, as_json: bool, console: Console) -> None:
+    from analysis import document, study_report, study_terminal
+    from analysis.study import compare
+    from profiler.study_folder import Study
+
+    opened = Study(folder)
+    found = compare(opened)
+    page = document.write(study_report.render(opened, "html", found), _beside(folder, ".html"))
+    for part in study_terminal.render(opened, found):
+        console.print(part)
+    console.print(f"study folder  {folder}")
+    console.print(f"report        {page}")
+    if as_json:
+        import json
+
+        told = json.loads(study_report.render_json(opened, found))
+        print(json.dumps({"study": str(folder), "report": str(page), **told}))
 
 
 def _beside(folder: Path, suffix: str) -> Path:
@@ -139,7 +182,7 @@ def evaluate(
     from profiler.progress import Bar
 
     console = _console()
-    with Bar(console) as bar:
+    with _naming(source), Bar(console) as bar:
         folder = evaluating.evaluate(source, set_ or [], out, bar)
     _show(folder, as_json, console)
 
@@ -174,44 +217,53 @@ def plan(
     from profiler import plan as planning
     from workloads import loading
 
-    found = planning.plan(loading.load(spec, set_ or []))
+    resolved = loading.load(spec, set_ or [])
+    with _naming(spec):
+        found = planning.plan(resolved)
     _emit(planning.as_json(found), planning.lines(found), as_json, _console())
 
 
 @app.command()
 def validate(spec: SpecArgument = None, set_: SetOption = None) -> None:
-    """Check a spec: its shape, its prompts, its model source and every method's options."""
-    from profiler import methods, models
+    """Check a spec: its shape, its prompts, its model source, every method's options and the cells' lengths."""
+    from profiler import preflight
     from workloads import loading
-    from workloads.prompts import load_prompts
 
     resolved = loading.load(spec, set_ or [])
-    load_prompts(resolved.prompts)
-    if resolved.quality is not None:
-        load_prompts(resolved.quality)
-    models.check(resolved.model.source)
-    for arm in resolved.arms:
-        methods.configure(arm.method, arm.options, where=f"arms.{arm.name}.")
+    with _naming(spec):
+        preflight.check(resolved)
+        if resolved.train is not None:
+            from profiler import study
+
+            study.recipe_of(resolved)
     cells = resolved.cell_list()
-    _console().print(f"{resolved.name}: valid; {len(resolved.arms)} arms × {len(cells)} cells", highlight=False)
+    seeds = f" × {len(resolved.seeds)} seeds" if resolved.seeds is not None else ""
+    _console().print(f"{resolved.name}: valid; {len(resolved.arms)} arms × {len(cells)} cells{seeds}", highlight=False)
 
 
 @app.command()
 def report(
-    run: RunArgument,
+    run: ReportArgument,
     format: Annotated[str, typer.Option(help="html, md, csv or json.")] = "html",
     out: Annotated[Path | None, typer.Option(metavar="PATH", help="Where to write; - is stdout.")] = None,
 ) -> None:
-    """Write a report of a run: self-contained HTML, Markdown, CSV or JSON."""
+    """Write a report of a run, a training or a study: self-contained HTML, Markdown, CSV or JSON."""
+    from analysis import document, study_report, training, training_report
     from analysis import report as reports
-    from profiler.store import Run
+    from profiler.store import MANIFEST, Run
+    from profiler.study_folder import Study, is_study
 
-    opened = Run(run)
+    if is_study(run):
+        text = study_report.render(Study(run), format)
+    elif training.is_training(run) and not (run / MANIFEST).exists():
+        text = training_report.render(run, format)
+    else:
+        text = reports.render(Run(run), format)
     if out is not None and str(out) == "-":
-        print(reports.render(opened, format))
+        sys.stdout.write(f"{text.removesuffix(chr(10))}\n")
         return
     suffix = {"html": ".html", "md": ".md", "csv": ".csv", "json": ".json"}.get(format, "")
-    page = reports.write(opened, format, out or _beside(run, suffix))
+    page = document.write(text, out or _beside(run, suffix))
     _console().print(f"{page}", highlight=False)
 
 
@@ -239,13 +291,12 @@ def models(context: typer.Context) -> None:
 @models_app.command()
 def fetch(name: str) -> None:
     """Download a model, check it and keep it in the user cache."""
-    from rich.markup import escape
-
     from profiler import models as sources
+    from profiler.progress import Bar
 
     console = _console()
-    with console.status(f"fetching {name}") as status:
-        folder = sources.fetch(name, lambda what: status.update(escape(what)))
+    with Bar(console) as bar:
+        folder = sources.fetch(name, bar.say, bar.part)
     console.print(f"{name}: {folder}", highlight=False)
 
 
@@ -253,9 +304,11 @@ def fetch(name: str) -> None:
 def doctor() -> None:
     """Check this machine: versions, devices, name clashes, cache, what can be measured."""
     from profiler import doctor as checking
+    from profiler.progress import Bar
 
     marks = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
-    checks = checking.checks()
+    with Bar(_console()) as bar:
+        checks = checking.checks(bar.say, bar.part)
     for check in checks:
         print(f"{marks[check.status]}  {check.name}: {check.detail}")
         if check.remedy and check.status != "ok":
@@ -281,15 +334,15 @@ def dashboard(
     port: Annotated[int, typer.Option(help="Port on this machine.")] = 8501,
 ) -> None:
     """Serve the interactive dashboard on this machine."""
-    import subprocess
-
     if not runs.is_dir():
         raise InputError(f"dashboard {runs}: no such folder; run something first, or name the folder of your runs")
     import dashboard as package
 
     page = Path(str(package.__file__)).with_name("app.py")
-    command = [sys.executable, "-m", "streamlit", "run", str(page), "--server.port", str(port)]
-    raise typer.Exit(subprocess.call([*command, "--", str(runs)]))
+    command = [sys.executable, "-m", "streamlit", "run", str(page), "--server.port", str(port), "--", str(runs)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, command)  # this process becomes the server, so that no signal leaves one behind
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +39,8 @@ MODULES = {"nvidia-ml-py": "pynvml", "pyyaml": "yaml", "torch-tb-profiler": "tor
 FREE_BYTES = 3 * 2**30
 #: How long to look at what else the cores are doing.
 LOOK_S = 0.5
+#: Share of the time of all checks that importing the dependencies takes.
+IMPORTS_SHARE = 0.85
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,17 @@ class Check:
     remedy: str | None = None
 
 
-def checks() -> list[Check]:
-    """Every check, in the order to read them. Takes some seconds: the dependencies are really imported."""
-    found = [python(), packages(), *dependencies()]
+def checks(
+    report: Callable[[str], None] = lambda what: None, share: Callable[[float], None] = lambda part: None
+) -> list[Check]:
+    """Every check, in the order to read them. Takes some seconds: the dependencies are really imported.
+
+    Args:
+        report: told what is being looked at.
+        share: told the share of the checks that is done.
+    """
+    report("looking at this machine")
+    found = [python(), packages(), *dependencies(share=lambda part: share(IMPORTS_SHARE * part))]
     gpus = Gpus()
     try:
         found += [nvml(gpus), torch_build(gpus)]
@@ -107,12 +117,18 @@ def declared() -> list[Requirement]:
     return [r for r in found if r.marker is None or r.marker.evaluate({"extra": ""})]
 
 
-def dependencies(requirements: Iterable[Requirement] | None = None) -> list[Check]:
+def dependencies(
+    requirements: Iterable[Requirement] | None = None, share: Callable[[float], None] = lambda part: None
+) -> list[Check]:
     """One check a dependency: installed, within its bounds, and imports."""
     wanted = declared() if requirements is None else list(requirements)
     if not wanted:
         return [Check("dependencies", "warn", "bounds unknown: gatewise is neither installed nor a checkout")]
-    return [_dependency(requirement) for requirement in sorted(wanted, key=lambda r: r.name.lower())]
+    found = []
+    for requirement in sorted(wanted, key=lambda r: r.name.lower()):
+        found.append(_dependency(requirement))
+        share(len(found) / len(wanted))
+    return found
 
 
 def _dependency(requirement: Requirement) -> Check:

@@ -19,6 +19,13 @@ class InputError(GatewiseError):
     exit_code = 2
 
 
+class SpecError(InputError):
+    """What a spec says breaks a rule that only shows with methods, models or prompts at hand.
+
+    Raised without the name of the file, which whoever read the spec puts before it.
+    """
+
+
 class StoreError(GatewiseError):
     """The run folder could not be written or read: disk full, folder gone, not a run. Exit code 2."""
 

@@ -4,25 +4,30 @@ Time is a bound and a guess. The bound is the spec's own budgets. The guess take
 products at this machine's measured matrix speed and its weights at this machine's measured memory speed, and a fixed
 time a layer for everything between products; it is within a factor of two or three, no nearer.
 
-Not here: what the interval will let end early, and how much text a quality pass holds (its limit is taken).
+A study is its run and its training, once for each seed. A training step is taken as `PASSES` forwards.
+
+Not here: what the interval will let end early, and how much text a quality pass or a sequence trained on holds (their
+limits are taken).
 """
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
-from profiler import costs, methods, models
+from profiler import costs, methods, models, preflight, study
 from profiler.measure import INSTRUMENTED_REPEATS
 from profiler.records import Choice
 from profiler.store import free_bytes
 from profiler.verify import LENGTHS
 from workloads.prompts import load_prompts
+from workloads.recipe import TrainingSpec
 from workloads.spec import Cell, Spec
 
 if TYPE_CHECKING:
@@ -40,11 +45,20 @@ BASE_BYTES = 600 * 2**20
 LAYER_S = 3e-4
 #: Seconds to import, load and close, with the model at hand.
 START_S = 8.0
+#: A forward, and its gradient: the backbone is frozen, so gradients of activations alone, and a forward's worth of
+#: products; half a forward more for what products are not.
+PASSES = 2.5
+#: Bytes a training leaves for each number it trains: two states of value and moments while one replaces the other, and
+#: the checkpoint.
+BYTES_PER_TRAINED = 28
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would take, and what this machine has. Times in seconds, sizes in bytes."""
+    """What a run or a study would take, and what this machine has. Times in seconds, sizes in bytes.
+
+    Of a study, `guess_s`, `bound_s` and `disk_bytes` are those of all seeds, and `guess_s` holds `training_s`.
+    """
 
     name: str
     cells: int
@@ -57,6 +71,8 @@ class Estimate:
     disk_free_bytes: int
     flops_per_second: float
     bytes_per_second: float
+    seeds: int = 1
+    training_s: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -64,10 +80,12 @@ class Estimate:
 
     def lines(self) -> list[str]:
         """For people."""
+        studied = f" × {self.seeds} seeds, each trained first" if self.training_s else ""
+        training = f", {_duration(self.training_s)} of it training" if self.training_s else ""
         return [
-            f"{self.name}: {self.arms} arms × {self.cells} cells",
-            f"time    about {_duration(self.guess_s)}; the cells' budgets allow {_duration(self.bound_s)}, and a "
-            "repeat that was begun is finished",
+            f"{self.name}: {self.arms} arms × {self.cells} cells{studied}",
+            f"time    about {_duration(self.guess_s)}{training}; the cells' budgets allow {_duration(self.bound_s)}, "
+            "and a repeat that was begun is finished",
             f"memory  {_size(self.memory_bytes)} of {_size(self.memory_available_bytes)} available: weights once, "
             "every unit's cache, the widest activations",
             f"disk    {_size(self.disk_bytes)} of {_size(self.disk_free_bytes)} free",
@@ -134,6 +152,19 @@ class _Steps:
         products = costs.flops(self.choices, rows, context, head_rows=head_rows) / self.speed
         return max(products, self.weight_bytes / self.stream) + self.layers * LAYER_S
 
+    def training_s(self, spec: TrainingSpec, groups: int, held_out: int) -> float:
+        """Seconds of a training that holds out `held_out` items of each of `groups` domains."""
+        rows = spec.batch * spec.length
+        forward = self._seconds(rows, rows * (spec.length + 1) // 2, rows)
+        evaluations = 2 + (spec.steps - 1) // spec.evaluate_every
+        evaluated = 2 * evaluations * groups * math.ceil(held_out / spec.batch)
+        return forward * (PASSES * spec.steps * spec.accumulation + evaluated)
+
+    def training_memory(self, spec: TrainingSpec) -> int:
+        """Bytes a training holds beside weights: what each layer keeps for its gradient, and logits in float32."""
+        rows = spec.batch * spec.length
+        return rows * (self.layers * 8 * self.width * self.itemsize + 3 * self.vocabulary * 4)
+
     def memory(self, cell: Cell, units: int) -> int:
         """Bytes a cell holds beside weights: caches, activations of the widest layer, logits."""
         caches = cell.batch * (cell.length + cell.new_tokens) * self.kv_bytes_per_row
@@ -143,21 +174,50 @@ class _Steps:
 
 
 def estimate(spec: Spec) -> Estimate:
-    """Estimate a run of `spec` without loading weights.
+    """Estimate a run of `spec`, or a study of it, without loading weights.
 
     Raises:
-        InputError: model source, a method, its options or the prompts are wrong; checkpoints are not looked into.
+        SpecError: as `preflight.check`, which sees nothing of the tensors in checkpoints.
+        InputError: a recipe is wrong.
     """
-    uncached = 0
-    for arm in spec.arms:
-        config = methods.configure(arm.method, arm.options, where=f"arms.{arm.name}.")
-        uncached += not methods.load(arm.method).caches(config)
-    load_prompts(spec.prompts)
+    found = _of_run(spec)
+    return found if spec.seeds is None else _of_study(spec, len(spec.seeds), found)
+
+
+def _of_study(spec: Spec, seeds: int, run: Estimate) -> Estimate:
+    recipe = study.recipe_of(spec)
+    dtype = getattr(torch, recipe.model.dtype)
+    skeleton = models.skeleton(models.config(recipe.model.source), recipe.model.dtype)
+    steps = _Steps(skeleton, dtype, _device(recipe.model.device))
+    config = methods.configure(recipe.method.name, recipe.method.options)
+    choices = methods.load(recipe.method.name).choices(skeleton, config)
+    trained = sum(choice.overhead_parameters + choice.replacement_parameters for choice in choices)
+    data = recipe.data
+    groups = sum(count > 0 for count in data.generated.counts.values()) if data.generated is not None else 0
+    each = steps.training_s(recipe.training, groups + len(data.files), data.held_out)
+    training_memory = BASE_BYTES + steps.weight_bytes + steps.training_memory(recipe.training)
+    return replace(
+        run,
+        guess_s=seeds * (run.guess_s + each),
+        bound_s=seeds * run.bound_s,
+        memory_bytes=max(run.memory_bytes, training_memory),
+        disk_bytes=seeds * (run.disk_bytes + trained * BYTES_PER_TRAINED),
+        seeds=seeds,
+        training_s=seeds * each,
+    )
+
+
+def _device(asked: str) -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() and asked != "cpu" else "cpu")
+
+
+def _of_run(spec: Spec) -> Estimate:
+    skeleton = preflight.check(spec)
+    configured = [(methods.load(arm.method), methods.configure(arm.method, arm.options)) for arm in spec.arms]
+    uncached = sum(not method.caches(config) for method, config in configured)
     items = len(load_prompts(spec.quality)) * len(spec.quality.modes) if spec.quality is not None else 0
     dtype = getattr(torch, spec.model.dtype)
-    skeleton = models.skeleton(models.config(spec.model.source), spec.model.dtype)
-    device = torch.device("cuda" if torch.cuda.is_available() and spec.model.device != "cpu" else "cpu")
-    steps, arms, cells = _Steps(skeleton, dtype, device), len(spec.arms), spec.cell_list()
+    steps, arms, cells = _Steps(skeleton, dtype, _device(spec.model.device)), len(spec.arms), spec.cell_list()
 
     guess = START_S + arms * steps.rules_s()
     disk = 0

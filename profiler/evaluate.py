@@ -17,7 +17,7 @@ from profiler.records import ModelRecord
 from profiler.store import MANIFEST, SPEC, Run
 from profiler.writer import check_folder
 from workloads import loading
-from workloads.spec import QualitySpec
+from workloads.spec import QualitySpec, Spec
 
 
 def evaluate(
@@ -46,6 +46,8 @@ def evaluate(
             f"evaluate {source}: it was recorded from a loop of its own and has no {SPEC} to take up again"
         )
     spec = loading.load(of.path / SPEC if of is not None else source, overrides)
+    if of is not None:
+        spec = _as_calibrated(spec, of)
     if spec.quality is None:
         spec = spec.model_copy(update={"quality": QualitySpec()})
     if of is not None:
@@ -58,6 +60,21 @@ def evaluate(
         _refuse_another_model(of, prepared.loaded.record)
     evaluates = f"{of.manifest.name}, {of.manifest.created_utc}" if of is not None else None
     return running.carry_out(prepared, folder, [], progress, evaluates=evaluates)
+
+
+def _as_calibrated(spec: Spec, of: Run) -> Spec:
+    """The spec with the thresholds that the run found, so that the same arms are measured and not others of that rate.
+
+    An arm whose rate the overrides changed is calibrated anew.
+    """
+    found = {arm.name: arm.calibration for arm in of.manifest.arms if arm.calibration is not None}
+    arms = []
+    for arm in spec.arms:
+        then, options = found.get(arm.name), arm.options
+        if then is not None and options.get(then.option) == then.wanted:
+            options = {**options, then.option: None, "threshold": then.threshold}
+        arms.append({"name": arm.name, "method": arm.method, "twin": arm.twin, **options})
+    return Spec.model_validate({**spec.model_dump(), "arms": arms})
 
 
 def _refuse_another_model(of: Run, now: ModelRecord) -> None:

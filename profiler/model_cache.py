@@ -30,7 +30,9 @@ from typing import Any
 from profiler.errors import InputError
 
 MARKER = "complete.json"
+#: Told what is being done, and how much of that is done, between 0 and 1.
 Report = Callable[[str], None]
+Share = Callable[[float], None]
 
 
 def cache_dir() -> Path:

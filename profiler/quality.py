@@ -22,14 +22,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from profiler import methods
 from profiler.errors import InputError
 from profiler.execution.kv import seal
 from profiler.execution.likelihood import token_nll
 from profiler.training_data import JOINT
-from workloads.prompts import Prompt, load_prompts
+from workloads.prompts import Prompt, lead, load_prompts
 from workloads.spec import QualitySpec
 
 Mode = Literal["prefix", "whole"]
@@ -39,13 +41,30 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class Item:
-    """One item. `prefix` is what gates may see, `continuation` what is scored; both hold at least one token."""
+    """One item. `prefix` is what gates may see, `continuation` what is scored; both hold at least one token.
+
+    `referenced`: the continuation is the prompt's reference, not its own second half.
+    """
 
     id: str
     domain: str
     prefix: tuple[int, ...]
     continuation: tuple[int, ...]
     text: str
+    referenced: bool = False
+
+
+@dataclass(frozen=True)
+class Scored:
+    """An item's continuation, token by token: −log p in nats (float64), and whether no token was likelier."""
+
+    nll_N: NDArray[np.float64]
+    hit_N: NDArray[np.bool_]
+
+    @property
+    def nll(self) -> float:
+        """Σ −log p."""
+        return float(self.nll_N.sum())
 
 
 def load_items(spec: QualitySpec, encode: Encode, positions: int | None) -> list[Item]:
@@ -72,10 +91,10 @@ def load_items(spec: QualitySpec, encode: Encode, positions: int | None) -> list
 
 
 def _item(prompt: Prompt, encode: Encode, most: int) -> Item:
-    ids = encode(prompt.text)
-    after = encode(JOINT + prompt.reference) if prompt.reference is not None else []
+    ids = lead(prompt.text, most, encode)[1]
+    after = lead(JOINT + prompt.reference, most, encode)[1] if prompt.reference is not None else []
     if ids and after and len(ids) < most:
-        return Item(prompt.id, prompt.domain, tuple(ids), tuple(after[: most - len(ids)]), prompt.text)
+        return Item(prompt.id, prompt.domain, tuple(ids), tuple(after[: most - len(ids)]), prompt.text, True)
     ids = ids[:most]
     if len(ids) < 2:
         raise InputError(
@@ -86,16 +105,17 @@ def _item(prompt: Prompt, encode: Encode, most: int) -> Item:
     return Item(prompt.id, prompt.domain, tuple(ids[:half]), tuple(ids[half:]), prompt.text)
 
 
-def continuation_nll(handle: methods.Method, item: Item, mode: Mode) -> float:
-    """Σ −log p of the continuation's tokens given all tokens before each, in nats; summed in float64.
+def score(handle: methods.Method, item: Item, mode: Mode) -> Scored:
+    """Score the continuation's tokens, each given all tokens before it.
 
-    In mode `prefix` the gates are those of the prompt alone.
+    In mode `prefix` the gates are those of the prompt alone. Where tokens decide for themselves and the arm keeps no
+    cache to hold a prompt, one forward over all of it decides the same.
     """
     device = handle.model.device
     prefix, continuation = (torch.tensor([ids], device=device) for ids in (item.prefix, item.continuation))
     scored = torch.cat([prefix[:, -1:], continuation], dim=1)
     with torch.no_grad():
-        if mode == "whole":
+        if mode == "whole" or (handle.scope == "token" and not handle.keeps_cache):
             every = torch.cat([prefix, continuation], dim=1)
             logits = handle.model(input_ids=every, use_cache=False).logits[:, len(item.prefix) - 1 :]
         else:
@@ -104,7 +124,9 @@ def continuation_nll(handle: methods.Method, item: Item, mode: Mode) -> float:
             seal(first.cache)
             rest = handle.model(input_ids=continuation, cache=first.cache, use_cache=True)
             logits = torch.cat([first.logits, rest.logits], dim=1)
-    return float(token_nll(logits, scored, torch.ones_like(scored)).double().sum())
+        nll = token_nll(logits, scored, torch.ones_like(scored))[0].double()
+        hit = logits[0, :-1].argmax(-1) == scored[0, 1:]
+    return Scored(nll.cpu().numpy(), hit.cpu().numpy())
 
 
 def perplexity(nll: float, tokens: int) -> float:

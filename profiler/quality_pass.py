@@ -1,8 +1,9 @@
 """The quality pass of a run: every arm scores every item, its decisions recorded and checked like those of any step.
 
-Tables written, under the cells `records.QUALITY_CELLS` names: `scores` and `quality`, and `steps`, `gates`, signals,
-`rows` and `prompts` of the scoring steps, which hold decisions about many more inputs than a timed cell does. Their
-wall times are recorded and mean nothing: arms are not interleaved here, and every step is instrumented.
+Tables written, under the cells `records.QUALITY_CELLS` names: `scores`, `token_scores` and `quality`, and `steps`,
+`gates`, signals, `rows`, `prompts` and `tokens` of the scoring steps, which hold decisions about many more inputs than
+a timed cell does. Their wall times are recorded and mean nothing: arms are not interleaved here, and every step is
+instrumented.
 
 Not here: what an item is and how it is scored (`quality`).
 """
@@ -10,15 +11,18 @@ Not here: what an item is and how it is scored (`quality`).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from profiler.arms import Arm
 from profiler.errors import InputError
 from profiler.inputs import mean_token_rank
 from profiler.measure import STEPS_PER_CELL
-from profiler.quality import Item, Mode, continuation_nll, perplexity
+from profiler.quality import Item, Mode, Scored, perplexity, score
 from profiler.recorder import StepData
 from profiler.records import QUALITY_CELLS, QUALITY_MODES, ArmRecord, QualityRecord, RuleRecord
 from profiler.stepdata import Place, decision_rows, digest, executed_as_decided
@@ -40,7 +44,7 @@ class _Checked:
 
 
 class QualityRun:
-    """Scores every item with every arm and writes tables `scores`, `quality`, `steps`, `gates`, `rows` and `prompts`.
+    """Scores every item with every arm and writes the tables named above.
 
     Args:
         items: from `load_items`.
@@ -89,18 +93,29 @@ class QualityRun:
             "text": [item.text if self.keep_text else None for item in self.items],
         }
         self.writer.append("prompts", columns, cell=cell)
+        texts = [(*item.prefix, *item.continuation) for item in self.items]
+        seen = Counter(token for text in texts for token in text)
+        for item, text in zip(self.items, texts, strict=True):
+            columns = {
+                "request": item.id,
+                "position": list(range(len(text))),
+                "token": list(text) if self.keep_text else None,
+                "occurrences": [seen[token] for token in text] if self.keep_text else None,
+            }
+            self.writer.append("tokens", columns, cell=cell)
+            self.writer.drain()
 
     def _arm(self, arm: Arm, mode: Mode, step: int) -> list[RuleRecord]:
         cell, handle = QUALITY_CELLS[mode], arm.recorded
         checked = _Checked()
         found: list[StepData] = []
-        nll = []
+        scored: list[Scored] = []
         handle.recorder.mode, handle.recorder.sink = "record", found.append
         try:
             for item in self.items:
                 found.clear()
                 handle.tracker.name([item.id])
-                nll.append(_finite(continuation_nll(handle, item, mode), arm.name, item))
+                scored.append(_finite(score(handle, item, mode), arm.name, item))
                 handle.release(item.id)
                 self._take(found, arm.record, cell, mode, step, checked)
                 step += len(found)
@@ -109,7 +124,7 @@ class QualityRun:
         finally:
             handle.recorder.mode, handle.recorder.sink = "off", None
             handle.tracker.name(None)
-        self._write_scores(arm.name, mode, nll)
+        self._write_scores(arm.name, mode, scored)
         return list(_rules(arm.record, cell, mode, checked))
 
     def _take(
@@ -134,19 +149,30 @@ class QualityRun:
             checked.thawed += 1
         self.writer.drain()
 
-    def _write_scores(self, arm: str, mode: Mode, nll: Sequence[float]) -> None:
-        items = self.items
+    def _write_scores(self, arm: str, mode: Mode, scored: Sequence[Scored]) -> None:
+        items, nll = self.items, [each.nll for each in scored]
         columns: dict[str, Any] = {
             "arm": arm,
             "task": TASK,
             "item": [item.id for item in items],
             "domain": [item.domain for item in items],
             "mode": QUALITY_MODES[mode],
-            "nll": list(nll),
+            "nll": nll,
             "tokens": [len(item.continuation) for item in items],
             "prefix_tokens": [len(item.prefix) for item in items],
         }
         self.writer.append("scores", columns, cell=QUALITY_CELLS[mode])
+        for item, each in zip(items, scored, strict=True):
+            columns = {
+                "arm": arm,
+                "request": item.id,
+                "position": len(item.prefix) - 1 + np.arange(len(item.continuation)),
+                "nll": each.nll_N,
+                "hit": each.hit_N,
+                "reference": item.referenced,
+            }
+            self.writer.append("token_scores", columns, cell=QUALITY_CELLS[mode])
+            self.writer.drain()
         for domain in (ALL_DOMAINS, *dict.fromkeys(item.domain for item in items)):
             chosen = [i for i, item in enumerate(items) if domain in (ALL_DOMAINS, item.domain)]
             tokens = sum(len(items[i].continuation) for i in chosen)
@@ -158,13 +184,13 @@ class QualityRun:
             self.writer.append("quality", columns, cell=QUALITY_CELLS[mode])
 
 
-def _finite(nll: float, arm: str, item: Item) -> float:
-    if not math.isfinite(nll):
+def _finite(scored: Scored, arm: str, item: Item) -> Scored:
+    if not math.isfinite(scored.nll):
         raise InputError(
-            f"quality: arm {arm!r} gives item {item.id!r} a log-likelihood of {-nll}; its logits are not finite, so "
-            "nothing can be said of its quality (in float16, try bfloat16 or float32)"
+            f"quality: arm {arm!r} gives item {item.id!r} a log-likelihood of {-scored.nll}; its logits are not "
+            "finite, so nothing can be said of its quality (in float16, try bfloat16 or float32)"
         )
-    return nll
+    return scored
 
 
 def _rules(arm: ArmRecord, cell: str, mode: Mode, checked: _Checked) -> Iterator[RuleRecord]:

@@ -26,7 +26,8 @@ from profiler.execution.sequences import RowView, Sequences, SequenceTracker
 
 Mode = Literal["off", "record", "trace"]
 
-#: Bound on one step's buffer, in numbers (decisions × what is kept of each); decisions past it are dropped and counted.
+#: Bound on one step's buffer, and on what it keeps of decisions the host holds, in numbers (decisions × what is kept of
+#: each); decisions past it are dropped and counted.
 MAX_NUMBERS = 16_000_000
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -245,6 +246,7 @@ class Recorder:
     _buffer: _Buffer = field(default_factory=_Buffer)
     _slots: list[_Slot | Decision] = field(default_factory=list)
     _filled: int = 0
+    _held: int = 0
     _dropped: int = 0
     _counts: dict[tuple[int, str, int], Count] = field(default_factory=dict)
     _late: list[tuple[tuple[int, str, int], Tensor]] = field(default_factory=list)
@@ -289,6 +291,11 @@ class Recorder:
         if not self.recording:
             return
         if isinstance(choice, np.ndarray):
+            numbers = (2 + len(signals)) * choice.size
+            if self._held + numbers > MAX_NUMBERS:
+                self._dropped += len(choice)
+                return
+            self._held += numbers
             self._slots.append(Decision(layer, site, choice, gate, signals, weights))  # type: ignore[arg-type]
             return
         several = None if weights is None else choice.shape[1]
@@ -429,6 +436,7 @@ class Recorder:
         if self.mode == "off":
             return
         self._slots, self._filled, self._counts, self._view, self._dropped = [], 0, {}, None, 0
+        self._held = 0
         self._late, self._range = [], []
         if self.mode == "trace":
             self._clock = None

@@ -29,6 +29,9 @@ QUALITY_CELLS = {"prefix": "quality", "whole": "quality-whole"}
 #: What the gates had seen when a continuation was scored, by mode, as tables and reports name it.
 QUALITY_MODES = {"prefix": "gated on prefix", "whole": "whole sequence (leaks)"}
 
+#: Name in `ArmRecord.constants` of the share of a memory that is left after a layer.
+FORGET_FACTOR = "forget factor"
+
 _KEY = [
     ("arm", pa.string()),
     ("step", pa.int64()),
@@ -151,6 +154,31 @@ TABLES: dict[str, pa.Schema] = {
             ("prefix_tokens", pa.int32()),
         ]
     ),
+    # The tokens of the held-out inputs, once for all arms. `occurrences`: how often the token is in all of them.
+    # Both null where the spec keeps no text, since either would tell it.
+    "tokens": pa.schema(
+        [
+            ("cell", pa.string()),
+            ("request", pa.string()),
+            ("position", pa.int32()),
+            ("token", pa.int32()),
+            ("occurrences", pa.int32()),
+        ]
+    ),
+    # One row a scored token and arm, at the `position` of the row that predicts it, whose gates its prediction owes
+    # itself to: the token is at `position` + 1. `nll` in nats; `hit`: no other token was likelier; `reference`: it
+    # belongs to an answer the prompt's author gave, not to the prompt's own second half.
+    "token_scores": pa.schema(
+        [
+            ("arm", pa.string()),
+            ("cell", pa.string()),
+            ("request", pa.string()),
+            ("position", pa.int32()),
+            ("nll", pa.float32()),
+            ("hit", pa.bool_()),
+            ("reference", pa.bool_()),
+        ]
+    ),
     # `scores` summed, by domain and over all (`domain` "all"). Perplexity is exp(Σ nll ÷ Σ tokens); `denominator` is
     # Σ tokens.
     "quality": pa.schema(
@@ -217,14 +245,33 @@ class Choice(Record):
     kv_bytes_per_row: int = 0
 
 
+class CalibrationRecord(Record):
+    """A threshold that was chosen so that a wanted share of decisions skips.
+
+    `option` is the arm's option that asked for the share `wanted`; `achieved` is the one the threshold gives on the
+    calibration prompts, over `decisions`. `held_out`: how many of the `prompts` are held-out items.
+    """
+
+    option: str
+    wanted: float
+    achieved: float
+    threshold: float
+    decisions: int
+    prompts: int
+    tokens: int
+    rounds: int
+    held_out: int
+
+
 class ArmRecord(Record):
     """An arm as it ran: which method, with which options, against which twin, and what its choices cost.
 
     A site with one choice always runs; a site with several is where the router decides.
     `synthetic` is set where gates were forced rather than decided by a router. `discards`: every choice computes all
     rows and what was not chosen is thrown away, so nothing is saved, and rule 1 holds the arm to that. `signal_starts`
-    holds, for a signal that starts the same for every input, its value in each layer before any training. `caveat` is
-    what else a reader must know of the arm wherever it is shown.
+    holds, for a signal that starts the same for every input, its value in each layer before any training. `constants`:
+    what the method has learned that is one number a layer, name → layer → value. `caveat` is what else a reader must
+    know of the arm wherever it is shown.
     """
 
     name: str
@@ -239,6 +286,8 @@ class ArmRecord(Record):
     caveat: str | None = None
     signals: dict[str, str] = Field(default_factory=dict)
     signal_starts: dict[str, list[float]] = Field(default_factory=dict)
+    constants: dict[str, dict[int, float]] = Field(default_factory=dict)
+    calibration: CalibrationRecord | None = None
     choices: list[Choice] = Field(default_factory=list)
 
 
@@ -247,7 +296,7 @@ class CellRecord(Record):
 
     `done` is set once every row of the cell is on disk. `stopped` says which rule ended it:
     `interval` (narrow enough), `repeats`, `budget` or `session` (a user's own loop).
-    `reference` says what a decode cell's inputs are.
+    `reference` says what a decode cell's inputs are. `counts`: rows of each table that were on disk when it was done.
     """
 
     name: str
@@ -259,15 +308,20 @@ class CellRecord(Record):
     done: bool = False
     stopped: str | None = None
     reference: str | None = None
+    counts: dict[str, int] = Field(default_factory=dict)
 
 
 class QualityRecord(Record):
-    """The quality pass. `done` is set once its rows are on disk. `modes` are named as in table `scores`."""
+    """The quality pass. `done` is set once its rows are on disk. `modes` are named as in table `scores`.
+
+    `counts`: as a cell's.
+    """
 
     items: int
     tokens: int
     modes: list[str]
     done: bool = False
+    counts: dict[str, int] = Field(default_factory=dict)
 
 
 class RuleRecord(Record):

@@ -9,20 +9,21 @@ from __future__ import annotations
 import datetime as dt
 import itertools
 import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from profiler import machine, methods, models, verify
+from profiler import calibration, machine, methods, models, preflight, training_copy, verify
 from profiler.arms import Arm, build, tree
 from profiler.errors import InputError, RuleError
 from profiler.inputs import Inputs
+from profiler.interrupts import Held, terminated_as_interrupt
 from profiler.measure import CellRun, Limits, Outcome
+from profiler.preflight import about_the_arm, about_the_spec
 from profiler.quality import Item, load_items
 from profiler.quality_pass import QualityRun
 from profiler.records import CellRecord, Manifest, RuleRecord, Unsupported
@@ -40,6 +41,19 @@ class Progress(Protocol):
 
     def at(self, share: float) -> None:
         """Share of the whole run that is done, between 0 and 1."""
+
+
+@runtime_checkable
+class Staged(Protocol):
+    """A `Progress` that also shows how far the stage it was told last is."""
+
+    def part(self, share: float) -> None:
+        """Share of that stage that is done, between 0 and 1."""
+
+
+def stage_of(progress: Progress) -> Callable[[float], None]:
+    """What to tell the share of a stage to; of no effect where `progress` shows none."""
+    return progress.part if isinstance(progress, Staged) else lambda share: None
 
 
 class Quiet:
@@ -67,28 +81,41 @@ def prepare(spec: Spec, progress: Progress) -> Prepared:
     """Load and check everything a spec names.
 
     Raises:
-        InputError: model, method, option, checkpoint or prompts are wrong.
+        SpecError: model source, method, option, checkpoint or prompts are wrong, or a cell is longer than the model.
+        InputError: the model cannot be had or opened.
     """
-    models.check(spec.model.source)
-    for arm in spec.arms:
-        methods.configure(arm.method, arm.options, where=f"arms.{arm.name}.")
-    inputs = Inputs(spec)
+    preflight.check(spec)
+    with about_the_spec():
+        inputs = Inputs(spec)
     threads = spec.measure.threads
     if threads is not None:
         torch.set_num_threads(threads)
     progress.say(f"loading {spec.model.source}")
-    loaded = models.load(spec.model.source, spec.model.dtype, spec.model.device, spec.model.seed, report=progress.say)
-    inputs.tokenise(loaded)
-    positions = getattr(loaded.model.config, "max_position_embeddings", None)
-    items = load_items(spec.quality, inputs.encode, positions) if spec.quality is not None else []
-    arms = [build(loaded.model, arm.name, arm.method, arm.options, arm.twin) for arm in spec.arms]
-    _refuse_unfreezable(spec, arms)
+    model = spec.model
+    loaded = models.load(
+        model.source, model.dtype, model.device, model.seed, report=progress.say, share=stage_of(progress)
+    )
+    with about_the_spec():
+        inputs.tokenise(loaded)
+        positions = getattr(loaded.model.config, "max_position_embeddings", None)
+        items = load_items(spec.quality, inputs.encode, positions) if spec.quality is not None else []
+        prompts = calibration.calibration_prompts(
+            inputs.prompts, items, lambda text: inputs.opening(text, calibration.TOKENS)
+        )
+        arms = []
+        for arm in spec.arms:
+            with about_the_arm(arm.name):
+                options, record = calibration.met(
+                    loaded.model, arm.name, arm.method, arm.options, prompts, progress.say
+                )
+                arms.append(build(loaded.model, arm.name, arm.method, options, arm.twin, record))
+        _refuse_unfreezable(spec, arms)
     return Prepared(spec, loaded, arms, inputs, items)
 
 
 def _refuse_unfreezable(spec: Spec, arms: list[Arm]) -> None:
-    """Refuse to score on a prefix an arm that has nowhere to keep the gates of that prefix."""
-    without = [arm.name for arm in arms if not arm.bare.keeps_cache]
+    """Refuse to score on a prefix an arm that has nowhere to keep the gates of that prefix, and needs to."""
+    without = [arm.name for arm in arms if not arm.bare.keeps_cache and arm.bare.scope != "token"]
     if spec.quality is not None and "prefix" in spec.quality.modes and without:
         raise InputError(
             f"quality.modes: prefix freezes the gates of a prompt in its cache, and arm {without[0]!r} keeps none; ask "
@@ -175,55 +202,45 @@ def carry_out(
         keeps_text=spec.privacy.keep_text,
         evaluates=evaluates,
     )
-    writer = RunWriter(folder, manifest, spec.to_yaml(), resume=resume)
-    with _terminated_as_interrupt(), closing(writer):
+    with opened(lambda: RunWriter(folder, manifest, spec.to_yaml(), resume=resume)) as writer:
+        training_copy.keep(folder, manifest.arms)
         _run(prepared, writer, progress)
     return writer.folder
 
 
 @contextmanager
-def closing(writer: RunWriter) -> Iterator[None]:
-    """Close the folder with the state that fits how the block ended. An error leaves with a note of where it is."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        error.add_note(f"what was recorded is kept in {writer.folder}")
-        writer.finish("interrupted", "stopped by the user; every cell marked done is whole", now_utc())
-        raise
-    except BaseException as error:
-        error.add_note(f"what was recorded is kept in {writer.folder}")
-        writer.finish("failed", f"{type(error).__name__}: {error}", now_utc())
-        raise
-    writer.finish("complete", None, now_utc())
+def opened(make: Callable[[], RunWriter]) -> Iterator[RunWriter]:
+    """Make a writer, and close its folder with the state that fits how the block ended.
 
-
-@contextmanager
-def _terminated_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends a run like Ctrl-C, so that the folder is closed."""
-
-    def interrupt(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not the main thread: the caller owns the signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    An error leaves with a note of where the folder is. SIGTERM is met like Ctrl-C; a signal that comes while the folder
+    is made or closed waits, so that no folder is left half made or open.
+    """
+    with terminated_as_interrupt(), Held() as held:
+        writer = make()
+        try:
+            with held.lifted():
+                yield writer
+        except (KeyboardInterrupt, GeneratorExit) as error:
+            error.add_note(f"what was recorded is kept in {writer.folder}")
+            writer.finish("interrupted", "stopped by the user; every cell marked done is whole", now_utc())
+            raise
+        except BaseException as error:
+            error.add_note(f"what was recorded is kept in {writer.folder}")
+            writer.finish("failed", f"{type(error).__name__}: {error}", now_utc())
+            raise
+        writer.finish("complete", None, now_utc())
 
 
 def _run(prepared: Prepared, writer: RunWriter, progress: Progress) -> None:
     spec, arms, inputs, manifest = prepared.spec, prepared.arms, prepared.inputs, writer.manifest
     earlier = manifest.contention
     twin_medians: list[float] = []
+    stage = stage_of(progress)
     with machine.Contention() as contention, Telemetry(_telemetry(writer)) as telemetry:
         manifest.unsupported = [*telemetry.unsupported, *_unsupported(prepared)]
         for arm in arms:
             progress.say(f"checking {arm.name}: open equals twin, repeats, order, company")
-            manifest.rules += verify.verify(prepared.loaded.model, arm.record, inputs.samples())
+            manifest.rules += verify.verify(prepared.loaded.model, arm.record, inputs.samples(), stage)
         _enforce(manifest.rules)
         writer.save_manifest()
         dense = tree(prepared.loaded.model, "dense", methods.configure("dense", {}))
@@ -235,17 +252,20 @@ def _run(prepared: Prepared, writer: RunWriter, progress: Progress) -> None:
 
             def between(share: float, start: float = start) -> None:
                 contention.mark()
+                stage(share)
                 progress.at(start + share / parts)
 
+            if cell.new_tokens:
+                progress.say(f"{cell.name}: the dense model's continuation")
+            given = inputs.of(cell, dense, stage)
             progress.say(cell.name)
-            given = inputs.of(cell, dense)
             for rows in inputs.prompt_rows(cell):
                 writer.append(rows.table, rows.columns, cell=rows.cell)
             limits = Limits(**spec.measure.model_dump(exclude={"threads"}))
             outcome = CellRun(given, arms, limits, writer, index, between).run()
             if spec.trace is not None:
                 progress.say(f"{cell.name}: tracing")
-                trace_cell(given, arms, spec.trace, writer, index)
+                trace_cell(given, arms, spec.trace, writer, index, stage)
             manifest.rules += outcome.rules
             _enforce(manifest.rules)
             twin_medians = _longest(twin_medians, outcome)
@@ -265,8 +285,10 @@ def _measure_quality(prepared: Prepared, writer: RunWriter, progress: Progress) 
         return
     progress.say(f"quality: {len(items)} items")
     cells, before = len(prepared.spec.cell_list()), len(manifest.cells)
+    stage = stage_of(progress)
 
     def at(share: float) -> None:
+        stage(share)
         progress.at((before + share) / (before + 1))
 
     keep_text = prepared.spec.privacy.keep_text

@@ -15,6 +15,8 @@ comparison.
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,22 +28,75 @@ from profiler.costs import backbone_parameters
 from profiler.errors import InputError, RuleError
 from profiler.recorder import Recorder, StepData
 from profiler.records import CellRecord, ModelRecord, Phase, RuleRecord
-from profiler.run import closing, new_manifest
+from profiler.run import new_manifest, opened
 from profiler.stepdata import Place, decision_rows, executed_as_decided, segment_rows
 from profiler.writer import Rows, RunWriter, check_folder
+from workloads.spec import NAME_PATTERN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+#: As a spec's arms.
+MAX_NAME = 64
+_TOGETHER = (
+    "record: forwards of several threads ran at once; one model is recorded one forward at a time. Let one thread call "
+    "it, or put a lock around the call"
+)
 
 
 def wrap(model: PreTrainedModel, method: str, **options: Any) -> methods.Method:
     """Make `model` route by `method`, in place. The handle is also found as `model.gatewise`.
 
     Raises:
-        InputError: unknown method, wrong option, or the model is wrapped already.
+        InputError: unknown method, wrong option, no model of transformers, or the model is wrapped already.
     """
+    _require_transformers(model)
     config = methods.configure(method, checkpoints.resolve(method, options, model))
     return methods.load(method).wrap(model, config, Recorder())
+
+
+def _require_transformers(model: Any) -> None:
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise InputError(
+            f"{type(model).__name__} is no model of the transformers library; a causal language model of it is needed, "
+            "such as profiler.models.load gives, and not what compiles or wraps one"
+        )
+
+
+class _OneAtATime:
+    """Refuses a forward that begins while another thread's runs: what is recorded of the two would be mixed up."""
+
+    def __init__(self) -> None:
+        self.clashed = False
+        self._running = threading.Lock()
+        self._owner: int | None = None
+        self._hooks: list[Any] = []
+
+    def watch(self, handle: methods.Method) -> None:
+        """From now on; to be called once the recorder is attached, since the first to be asked must be this."""
+        root = handle.root
+        self._hooks = [
+            root.register_forward_pre_hook(self._enter, prepend=True),
+            root.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def unwatch(self) -> None:
+        """No longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, module: Any, args: Any) -> None:
+        if not self._running.acquire(blocking=False):
+            self.clashed = True
+            raise InputError(_TOGETHER)
+        self._owner = threading.get_ident()
+
+    def _leave(self, module: Any, args: Any, output: Any) -> None:
+        if self._owner == threading.get_ident():
+            self._owner = None
+            self._running.release()
 
 
 class Session:
@@ -146,14 +201,21 @@ def record(model: PreTrainedModel, out: str | Path, arm: str = "mine") -> Iterat
     Args:
         model: wrapped by any method (`wrap`), or unwrapped, which records it as dense and leaves it unwrapped.
         out: the run folder, new or empty.
-        arm: what the arm is called in the folder.
+        arm: what the arm is called in the folder; letters, digits, '.', '_' and '-'.
 
     Raises:
-        InputError: the folder is taken, the architecture is not supported, or the model is being recorded already.
+        InputError: the folder is taken, the name is none, the architecture is not supported, the model is being
+            recorded already, or forwards of several threads ran at once.
         StoreError: the folder cannot be written; raised by the forward that meets it, or at the end.
         RuleError: at the end, if rows executed and gates recorded differ.
     """
     check_folder(Path(out))
+    if not re.fullmatch(NAME_PATTERN, arm) or len(arm) > MAX_NAME:
+        raise InputError(
+            f"record(arm={arm!r}): an arm's name must be letters, digits, '.', '_' and '-', beginning with a letter or "
+            f"digit, and at most {MAX_NAME} of them"
+        )
+    _require_transformers(model)
     with _handle(model) as handle:
         recorder = handle.recorder
         if recorder.mode != "off":
@@ -161,17 +223,21 @@ def record(model: PreTrainedModel, out: str | Path, arm: str = "mine") -> Iterat
         method = type(handle).__module__.removeprefix(f"{methods.__name__}.")
         described = describe(handle, arm, method, None)
         manifest = new_manifest(Path(out).name, origin="session", model=_describe_model(model), arms=[described])
-        writer = RunWriter(Path(out), manifest)
-        with closing(writer):
+        with opened(lambda: RunWriter(Path(out), manifest)) as writer:
             session = Session(handle, writer)
+            one = _OneAtATime()
             try:
                 recorder.attach(handle)
+                one.watch(handle)
                 recorder.sink, recorder.mode = session.accept, "record"
                 yield session
             finally:
+                one.unwatch()
                 recorder.detach()
                 recorder.sink = None
                 rule = session.conclude()
+            if one.clashed:
+                raise InputError(_TOGETHER)
             if not rule.passed:
                 raise RuleError(f"rule {rule.rule} ({rule.name}) does not hold: {rule.detail}")
 

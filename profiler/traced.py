@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from typing import Any, cast
@@ -21,16 +21,23 @@ from workloads.spec import TraceSpec
 FIRST_STEP = STEPS_PER_CELL // 2
 
 
-def trace_cell(inputs: CellInputs, arms: Sequence[Arm], spec: TraceSpec, writer: RunWriter, index: int) -> None:
+def trace_cell(
+    inputs: CellInputs,
+    arms: Sequence[Arm],
+    spec: TraceSpec,
+    writer: RunWriter,
+    index: int,
+    at: Callable[[float], None] = lambda share: None,
+) -> None:
     """Trace `spec.steps` steps of every arm; rows go to `kernels` and `steps`, one trace file an (cell, arm).
 
     Decode cells trace their first steps, at most as many as they have. The wall time of a traced step is null: the
-    profiler's own cost is in it.
+    profiler's own cost is in it. `at` is told the share of the arms that is done.
     """
     steps = spec.steps if inputs.continuation_BN is None else min(spec.steps, inputs.steps)
     number = index * STEPS_PER_CELL + FIRST_STEP
     cell = inputs.cell
-    for arm in arms:
+    for done, arm in enumerate(arms, start=1):
         views = []
         with _labelled(arm, inputs), torch.no_grad():
             handle = arm.recorded
@@ -64,6 +71,7 @@ def trace_cell(inputs: CellInputs, arms: Sequence[Arm], spec: TraceSpec, writer:
         if not spec.keep:
             tracer.path.unlink()
         number += steps
+        at(done / len(arms))
 
 
 def _of_steps(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -24,7 +25,7 @@ import pyarrow.parquet as pq
 
 from profiler.errors import InputError, StoreError
 from profiler.records import QUALITY_CELLS, TABLES, CellRecord, Manifest, QualityRecord, State
-from profiler.store import MANIFEST, SPEC, Run
+from profiler.store import MANIFEST, SPEC, Run, cell_of_part, slug
 
 #: Room for one more manifest, given back at the end, so that even on a full disk it can be said how a run ended.
 RESERVE = ".reserve"
@@ -82,7 +83,7 @@ def _write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-    except OSError:
+    except BaseException:
         aside.unlink(missing_ok=True)
         raise
 
@@ -91,11 +92,12 @@ def check_folder(folder: Path, *, resume: bool = False, spec_sha256: str | None 
     """Refuse a folder that a run cannot be written into. Nothing is written.
 
     Args:
-        folder: new or empty; with `resume` it may also be an unfinished run of this spec.
+        folder: new or empty; with `resume` an unfinished run of this spec.
 
     Raises:
-        InputError: it is a file, holds something else, or with `resume` a closed run, a running one or another spec's.
-        StoreError: it cannot be looked into, or with `resume` is not a run.
+        InputError: it is a file, holds something else, or with `resume` nothing, a closed run, a running one or another
+            spec's.
+        StoreError: it cannot be looked into, or with `resume` is not a run, or lacks rows it should have.
     """
     try:
         if folder.exists() and not folder.is_dir():
@@ -103,7 +105,10 @@ def check_folder(folder: Path, *, resume: bool = False, spec_sha256: str | None 
         held = _held(folder)
     except OSError as error:
         raise StoreError(f"--out {folder}: cannot be used: {error.strerror or error}") from error
-    if held and resume:
+    if resume and not held:
+        what = "it is empty" if folder.exists() else "there is no such folder"
+        raise InputError(f"--resume {folder}: {what}, so no run to go on with; leave out --resume to start one")
+    if resume:
         _check_unfinished(Run(folder), spec_sha256)
     elif held:
         one = "one other file" if len(held) == 1 else f"{len(held)} other files"
@@ -122,10 +127,10 @@ def _held(folder: Path) -> list[str]:
 class RunWriter:
     """Writes one run folder. Rows go through a bounded queue to a thread; the manifest is written by the caller.
 
-    Whoever makes one calls `finish`, whatever happens (`run.closing` does).
+    Whoever makes one calls `finish`, whatever happens (`run.opened` does).
 
     Args:
-        folder: new, empty, or with `resume` an unfinished run of the same spec.
+        folder: new or empty, or with `resume` an unfinished run of the same spec.
         manifest: its first state; the writer keeps and rewrites it.
         spec_yaml: the spec as resolved, or None for a session.
         rank: this process's rank; parts carry it, and only rank 0 writes the manifest.
@@ -152,6 +157,7 @@ class RunWriter:
         self._buffers: dict[tuple[str, str], _Held] = defaultdict(_Held)
         self._part = 0
         self._flushed = time.monotonic()
+        self._on_disk: defaultdict[str, Counter[str]] = defaultdict(Counter)  # cell → table → rows
         self._queue: queue.Queue[Work | _Barrier | None] = queue.Queue(QUEUE_BATCHES)
         self._error: Exception | None = None
         self._tallies = threading.Lock()
@@ -162,36 +168,53 @@ class RunWriter:
     def _open(self, resume: bool, spec_yaml: str | None) -> None:
         folder = self.folder
         check_folder(folder, resume=resume, spec_sha256=self.manifest.spec_sha256)
+        ours = not folder.exists()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if _held(folder):
-                self._take_over()
+            dropped = self._take_over() if resume else []
             self._save_manifest()
+            for part in dropped:
+                part.unlink()
             if spec_yaml is not None:
                 _write_whole(folder / SPEC, lambda file: file.write(spec_yaml.encode()))
             if self.rank == 0:
                 room = os.urandom(2 * (folder / MANIFEST).stat().st_size)  # zeros may take no room at all
                 _write_whole(folder / RESERVE, lambda file: file.write(room))
         except OSError as error:
+            if not resume:
+                self._undo(ours)
             raise StoreError(f"cannot make the run folder {folder}: {error.strerror or error}") from error
 
-    def _take_over(self) -> None:
-        """Continue an unfinished run: keep done cells, their parts and the run's own, drop the rest."""
+    def _undo(self, ours: bool) -> None:
+        """Leave nothing of a folder that could not be begun."""
+        with suppress(OSError):
+            for name in (RESERVE, SPEC, MANIFEST):
+                (self.folder / name).unlink(missing_ok=True)
+            if ours:
+                self.folder.rmdir()
+
+    def _take_over(self) -> list[Path]:
+        """Continue an unfinished run: keep done cells, their parts and the run's own.
+
+        Returns:
+            The parts to be dropped, once the manifest no longer counts them: a kill in between then loses nothing.
+        """
         before = Run(self.folder)
         _check_conditions(before, self.manifest)
         kept = {cell.name: cell for cell in before.manifest.cells if cell.done}
         quality = before.manifest.quality if before.manifest.quality and before.manifest.quality.done else None
         whole = {*kept, *(QUALITY_CELLS.values() if quality else ())}
         known = {*(cell.name for cell in before.manifest.cells), *QUALITY_CELLS.values()}
-        dropped = {_slug(name) for name in known} - {_slug(name) for name in whole}
+        undone = {slug(name) for name in known} - {slug(name) for name in whole}
         for leftover in [*self.folder.glob(".*.tmp-*"), *self.folder.glob("*/.*.tmp-*")]:
             leftover.unlink()
         counts: Counter[str] = Counter()
+        dropped = []
         for part in sorted(self.folder.glob("*/part-*.parquet")):
             # Past dropped ones too: the name of a part never stands for two contents.
             self._part = max(self._part, 1 + int(part.stem.rpartition("-")[2]))
-            if _cell_of_part(part) in dropped:
-                part.unlink()
+            if cell_of_part(part) in undone:
+                dropped.append(part)
             else:
                 counts[part.parent.name] += pq.read_metadata(part).num_rows
         manifest = self.manifest
@@ -203,6 +226,7 @@ class RunWriter:
         manifest.contention = dict(before.manifest.contention)
         manifest.resumed_utc = [*before.manifest.resumed_utc, manifest.created_utc]
         manifest.created_utc = before.manifest.created_utc
+        return dropped
 
     # -- rows -----------------------------------------------------------------------------------
 
@@ -275,11 +299,13 @@ class RunWriter:
             StoreError: it could not be written; the cell is not done.
         """
         self.flush()
+        names = [cell.name] if isinstance(cell, CellRecord) else QUALITY_CELLS.values()
+        cell.counts = dict(sum((self._on_disk[name] for name in names), Counter[str]()))
         cell.done = True
         try:
             self.save_manifest()
         except StoreError:
-            cell.done = False
+            cell.done, cell.counts = False, {}
             raise
 
     def _explain(self, error: OSError) -> StoreError:
@@ -335,10 +361,11 @@ class RunWriter:
             return
         folder = self.folder / table
         folder.mkdir(exist_ok=True)
-        name = f"part-{_slug(cell)}-r{self.rank}-{self._part:06d}.parquet"
+        name = f"part-{slug(cell)}-r{self.rank}-{self._part:06d}.parquet"
         self._part += 1
         whole = pa.Table.from_batches(held.batches)
         _write_whole(folder / name, lambda file: pq.write_table(whole, file, compression="zstd"))
+        self._on_disk[cell][table] += held.rows
         self._buffers[table, cell] = _Held()
 
     # -- manifest -------------------------------------------------------------------------------
@@ -398,6 +425,11 @@ def _check_unfinished(before: Run, spec_sha256: str | None) -> None:
         raise InputError(f"{where}: the run is complete; a run is never changed after it is closed")
     if before.state == "running":
         raise InputError(f"{where}: process {old.pid} on {old.host} is still writing it; stop that one first")
+    if before.mismatches:
+        raise StoreError(
+            f"{where}: the folder is not as it was written: {before.mismatches[0]}. Cells marked done would be taken "
+            "as they are; start a new run"
+        )
 
 
 def _check_conditions(before: Run, now: Manifest) -> None:
@@ -413,14 +445,6 @@ def _check_conditions(before: Run, now: Manifest) -> None:
                 f"{where}: its {name} was {then}, and now it is {today}; cells measured under both cannot be "
                 "compared, so start a new run"
             )
-
-
-def _slug(cell: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "_" for c in cell)
-
-
-def _cell_of_part(part: Path) -> str:
-    return part.name.removeprefix("part-").rsplit("-r", 1)[0]
 
 
 def _batch(schema: pa.Schema, columns: Mapping[str, Any], cell: str, rank: int) -> pa.RecordBatch:

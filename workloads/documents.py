@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,15 @@ _Loader.add_constructor(_TAG + "bool", _boolean)
 
 
 def read_bytes(path: Path, label: str, limit: int) -> bytes:
-    """The bytes of a file; InputError if it is missing, a folder, unreadable or larger than `limit` bytes."""
+    """The bytes of a file; InputError if it is missing, no ordinary file, unreadable or larger than `limit` bytes."""
     try:
-        if path.is_dir():
+        kind = path.stat().st_mode
+        if stat.S_ISDIR(kind):
             raise InputError(f"{label}: it is a folder; a file was expected")
+        if not stat.S_ISREG(kind):
+            raise InputError(
+                f"{label}: it is a pipe, a device or a socket, which may never end; write what it gives into a file"
+            )
         with open(path, "rb") as file:
             raw = file.read(limit + 1)
     except FileNotFoundError as error:

@@ -19,6 +19,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,15 @@ NO_DOMAIN = "default"
 BUILTIN_DOMAINS = ("math", "code", "tool_call", "prose")
 
 SEPARATOR = "\n\n"
+
+#: Characters taken of a text for each token that is wanted of it, before it is seen whether they are enough.
+CHARACTERS_A_TOKEN = 16
+#: Tokens beyond those wanted that the start of a text must give, so that where it was cut changes none of them.
+MARGIN = 64
+#: Starts in a row that give tokens seen before, after which a domain counts as having no further distinct row.
+STARTS_IN_VAIN = 256
+#: Words of one prompt at which rows may begin; more than a batch has rows.
+WORDS_TO_START_AT = 8192
 
 #: A word, or one character of a script that writes none.
 _WORD = re.compile(
@@ -178,6 +188,20 @@ def _shuffled(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
     return sorted(prompts, key=lambda prompt: hashlib.sha256(f"{seed}\n{prompt.id}".encode()).digest())
 
 
+def lead(text: str, tokens: int, tokenize: Tokenize) -> tuple[str, list[int]]:
+    """A start of `text` that gives `tokens` tokens and some more, or all of it; and its tokens.
+
+    A text of many megabytes takes a tokenizer minutes, and a cell only needs its beginning.
+    """
+    size = CHARACTERS_A_TOKEN * (tokens + MARGIN)
+    while size < len(text):
+        ids = tokenize(text[:size])
+        if len(ids) >= tokens + MARGIN:
+            return text[:size], ids
+        size *= 2
+    return text, tokenize(text)
+
+
 def cell_token_ids(
     prompts: Sequence[Prompt], tokenize: Tokenize, batch: int, length: int, seed: int
 ) -> list[CellPrompt]:
@@ -185,7 +209,7 @@ def cell_token_ids(
 
     Row `r` depends on `r`, `length` and `seed` but not on `batch`, so a larger batch holds the smaller one's
     rows. Rows of a domain begin with each of its prompts in turn, then one word further into each, and so on;
-    a start whose tokens an earlier row already has is passed over.
+    a start whose tokens an earlier row already has is passed over, until `STARTS_IN_VAIN` of them came in a row.
 
     Args:
         prompts: from `load_prompts`; the domains come in their order of appearance.
@@ -209,20 +233,21 @@ class _Rows:
         self.texts = [prompt.text for prompt in prompts]
         self.tokenize = tokenize
         self.length = length
-        self.counts = [len(tokenize(text)) for text in self.texts]
+        self.counts = [len(lead(text, length, tokenize)[1]) for text in self.texts]
         if not sum(self.counts):
             raise InputError(f"the prompts of domain {domain!r} give no tokens with this model's tokenizer")
-        self.words = [[match.start() for match in _WORD.finditer(text)] for text in self.texts]
+        self.words = [[m.start() for m in islice(_WORD.finditer(text), WORDS_TO_START_AT)] for text in self.texts]
         self.starts = self._starts()
         self.given: dict[tuple[int, ...], CellPrompt] = {}
 
     def take(self, request: str) -> CellPrompt:
         """The next row."""
-        for prompt, skip in self.starts:
+        for prompt, skip in islice(self.starts, STARTS_IN_VAIN):
             row = self._row(request, prompt, skip)
             if row.ids not in self.given:
                 self.given[row.ids] = row
                 return row
+        self.starts = iter(())
         # Nothing distinct is left: the rows so far come again, in their order.
         earlier = next(iter(self.given.values()))
         del self.given[earlier.ids]
@@ -244,9 +269,8 @@ class _Rows:
             pieces.append(self.texts[prompt] if pieces else self.texts[prompt][skip:])
             tokens += self.counts[prompt]
             if tokens >= self.length:
-                joined = SEPARATOR.join(pieces)
                 # Counted apart the pieces add up only roughly: a skipped start, merges at the joints.
-                joined_ids = self.tokenize(joined)
+                joined, joined_ids = lead(SEPARATOR.join(pieces), self.length, self.tokenize)
                 tokens = len(joined_ids)
                 if tokens >= self.length:
                     break

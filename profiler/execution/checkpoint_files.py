@@ -36,8 +36,12 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     return facts
 
 
-def read_tensors(folder: Path, name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def read_tensors(
+    folder: Path, name: str, shapes: Mapping[str, tuple[int, ...]], *, part: bool = False
+) -> dict[str, Tensor]:
     """The tensors of a safetensors file, which must be exactly those of `shapes`, with finite values.
+
+    `part`: the file may hold others too.
 
     Raises:
         InputError: unreadable, a name missing or too many, another shape, a value that is not finite.
@@ -46,7 +50,7 @@ def read_tensors(folder: Path, name: str, shapes: Mapping[str, tuple[int, ...]])
         found: dict[str, Tensor] = load_file(folder / name)
     except (OSError, SafetensorError) as error:
         raise InputError(f"checkpoint {folder}: {name} cannot be read: {error}") from error
-    missing, extra = sorted(set(shapes) - set(found)), sorted(set(found) - set(shapes))
+    missing, extra = sorted(set(shapes) - set(found)), sorted(set(found) - set(shapes)) if not part else []
     if missing or extra:
         raise InputError(
             f"checkpoint {folder}: {name} has {len(found)} tensors and this model needs {len(shapes)}: "

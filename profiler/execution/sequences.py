@@ -165,7 +165,13 @@ class SequenceTracker:
             inputs = args[0]
         if inputs is None:
             raise InputError("the model was called without input_ids or inputs_embeds")
+        if inputs.dim() < 2:
+            raise InputError(
+                f"a batch is [rows, tokens], and the model was called with a shape of {tuple(inputs.shape)}"
+            )
         batch, width = int(inputs.shape[0]), int(inputs.shape[1])
+        if batch == 0 or width == 0:
+            raise InputError(f"the batch is empty: {batch} rows of {width} tokens")
         if self._requests is not None and len(self._requests) != batch:
             raise InputError(f"{len(self._requests)} request ids were given for a batch of {batch} rows")
         requests = self._requests if self._requests is not None else [f"row-{i}" for i in range(batch)]
@@ -180,7 +186,15 @@ def _padded(batch: int, width: int, past: int, mask: Any, requests: list[str]) -
         return Sequences(False, width, [width] * batch, [past] * batch, requests)
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise InputError(f"attention_mask must be 2-D [batch, past + tokens], so that pads can be told; got {shape}")
+        made = (
+            ". A mask of 4 dimensions is what transformers makes for a cache of fixed size (cache_implementation="
+            "'static' and its like); leave that out, so that a DynamicCache is used"
+            if isinstance(mask, Tensor) and mask.dim() == 4
+            else ""
+        )
+        raise InputError(
+            f"attention_mask must be 2-D [batch, past + tokens], so that pads can be told; got {shape}{made}"
+        )
     if tuple(mask.shape) != (batch, past + width):
         raise InputError(
             f"attention_mask has shape {tuple(mask.shape)}, but the batch has {batch} rows, the cache holds {past} "

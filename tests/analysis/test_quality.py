@@ -137,6 +137,46 @@ def test_rates_more_than_a_layer_apart_are_marked(tmp_path: Path) -> None:
     assert baselines.pairs(write_decisions(tmp_path / "just", inputs(), just))["like_rates"].tolist() == [True, True]
 
 
+@pytest.mark.parametrize(
+    ("routes", "count", "ratio", "advice"),
+    [
+        # 2 of 6 layers each, and 1.7 of 6: both are matched by two whole layers.
+        (["110011"] * 10, 2, 0.3333, "A count of 2, or a ratio of 0.3333, skips as many as routed: 2 of 6."),
+        (["110011"] * 7 + ["110111"] * 3, 2, 0.3333, "A count of 2, or a ratio of 0.3333, skips as many as routed"),
+        (
+            ["110111"] * 4 + ["111111"] * 6,
+            0,
+            0.0,
+            "routed skips less than half a layer, which nothing that skips whole",
+        ),
+    ],
+)
+def test_what_would_bring_a_baseline_to_the_router_s_rate_is_said(
+    tmp_path: Path, routes: list[str], count: int, ratio: float, advice: str
+) -> None:
+    given = inputs(deep=[n + 2 * t for n, t in zip(DENSE_NLL, TOKENS, strict=True)])
+    logits = [[0.0] * 6] * 10
+    arms = [
+        Arm("routed", routes, starts=[0.0] * 6, logits=logits),
+        Arm("deep", ["000001"] * 10, synthetic="forced: 83 % of layers skip"),
+    ]
+    run = write_decisions(tmp_path / "run", given, arms)
+    (match,) = baselines.matches(run).to_dict("records")
+    assert (match["arm"], match["layers"], match["count"], match["ratio"]) == ("routed", 6, count, ratio)
+    (said,) = baselines.sentences(run)
+    assert f"so this is no fair comparison. {advice}" in said
+
+
+def test_an_arm_that_skips_nothing_is_what_skipping_is_measured_by(tmp_path: Path) -> None:
+    given = inputs(lora=[n - 0.1 * t for n, t in zip(DENSE_NLL, TOKENS, strict=True)])
+    routed = Arm("routed", ROUTED, starts=[0.0] * 6, logits=[[0.0] * 6] * 10)
+    lora = Arm("lora", ["111111"] * 10, synthetic="forced: every gate open")
+    (said,) = baselines.sentences(write_decisions(tmp_path / "run", given, [routed, lora]))
+    assert said.endswith(
+        "2.0 against 0.0 layers skipped. lora skips nothing here, so this is what skipping does to quality."
+    )
+
+
 def test_pairs_without_scores_or_with_few_items_say_so(tmp_path: Path) -> None:
     arms = [Arm("a", ["01"] * 3), Arm("b", ["10"] * 3)]
     unscored = write_decisions(tmp_path / "unscored", [Input(f"i{k}") for k in range(3)], arms)

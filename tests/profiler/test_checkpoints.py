@@ -29,6 +29,18 @@ def test_builtin_is_the_checkpoint_of_the_method_for_the_model_s_shape(shipped: 
     assert found == {"checkpoint": str(shipped / "layerroute-small"), "kv_policy": "request"}
 
 
+def test_an_arm_gets_the_checkpoint_of_its_variant_or_else_the_full_one(shipped: Path) -> None:
+    shape = {"method": "hero", "architecture": "LlamaForCausalLM", "layers": 6, "hidden_size": 64, "base": "small"}
+    for variant in ("wide_local", "full"):
+        folder = shipped / f"a-{variant}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**shape, "options": {"variant": variant}}))
+    model = models.load("tiny").model
+    for variant, name in (("wide_local", "wide_local"), ("no_path", "full"), ("full", "full"), (None, "full")):
+        options = {"checkpoint": "builtin", "variant": variant}
+        assert checkpoints.resolve("hero", options, model)["checkpoint"] == str(shipped / f"a-{name}")
+
+
 @pytest.mark.parametrize("options", [{}, {"checkpoint": None}, {"checkpoint": "runs/mine/checkpoint"}])
 def test_anything_else_passes_through(shipped: Path, options: dict[str, str | None]) -> None:
     assert checkpoints.resolve("layerroute", options, models.load("tiny").model) == options

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -21,6 +24,7 @@ from profiler.errors import GateFailed, InputError, RuleError, StoreError
 from profiler.records import Manifest
 from profiler.store import Run
 from profiler.writer import RunWriter
+from tests.analysis.training_folder import write_training
 from tests.profiler.tiny_runs import contents, parquet_and_other_bytes, tiny_spec
 
 ROOT = Path(__file__).parents[2]
@@ -77,13 +81,53 @@ def spec_with(old: str = "", new: str = "") -> str:
             "batch: [80], length: [125000]",
             "must be at most 1,048,576 tokens a cell, and 80 × 125,000 is 10,000,000",
         ),
-        ("source: tiny", "source: tinny", "model source 'tinny' is neither a known name, nor a folder, nor a hub id"),
-        ("method: layerroute", "method: layerout", "method 'layerout' is not known; methods here: dense"),
+        (
+            "source: tiny",
+            "source: tinny",
+            "s.yaml: model source 'tinny' is neither a known name, nor a folder, nor a hub id",
+        ),
+        (
+            "method: layerroute",
+            "method: layerout",
+            "s.yaml: arms.routed.method: method 'layerout' is not known; methods here: dense",
+        ),
         (
             "method: layerroute",
             "method: layerroute, kv_polcy: request",
-            "arms.routed.kv_polcy: method 'layerroute' has no such option; did you mean 'kv_policy'?",
+            "s.yaml: arms.routed.kv_polcy: method 'layerroute' has no such option; did you mean 'kv_policy'?",
         ),
+        (
+            "method: layerroute",
+            "method: layerroute, gates: {forced: {ratioo: 0.3}}",
+            "s.yaml: arms.routed.gates.forced.ratioo: method 'layerroute' has no such option; did you mean 'ratio'?",
+        ),
+        (
+            "method: layerroute",
+            'method: layerroute, gates: {forced: {ratio: "0.3"}}',
+            "s.yaml: arms.routed.gates.forced.ratio: Input should be a valid number (given: '0.3')",
+        ),
+        (
+            "method: layerroute",
+            "method: static_depth, layers: [7]",
+            "s.yaml: arms.routed: static_depth: layers: 7 is none of this model's, which are 0 to 5",
+        ),
+        (
+            "name: routed, method: layerroute}",
+            "name: a, method: layerroute, twin: b}\n  - {name: b, method: layerroute, twin: a}",
+            "s.yaml: arms.a.twin: twins must lead to an arm that has none, and these go round: a → b → a",
+        ),
+        (
+            "length: [8]",
+            "length: [4096]",
+            "s.yaml: cells: prefill-b1-l4096 reaches position 4,096, and tiny has positions for 2,048 tokens",
+        ),
+        (
+            "cells:",
+            "prompts: {domains: [poetry]}\ncells:",
+            "s.yaml: prompts.domains: builtin has no prompt of domain 'poetry'",
+        ),
+        ("cells:", "prompts: {source: pipe}\ncells:", "it is a pipe, a device or a socket, which may never end"),
+        ("source: tiny", "source: ./pipe", "model source ./pipe: it is neither a file nor a folder"),
         (
             "cells:",
             "prompts: {source: empty.jsonl}\ncells:",
@@ -93,12 +137,15 @@ def spec_with(old: str = "", new: str = "") -> str:
         ("cells:", "prompts: {source: gone.jsonl}\ncells:", "gone.jsonl"),
     ],
 )
-@pytest.mark.parametrize("command", [["run", "--out", "r"], ["run", "--dry-run"], ["validate"]], ids=lambda c: c[-1])
+@pytest.mark.parametrize(
+    "command", [["run", "--out", "r"], ["run", "--dry-run"], ["validate"], ["plan"]], ids=lambda c: c[-1]
+)
 def test_a_wrong_spec_ends_with_2_and_a_sentence_that_helps(
     command: list[str], old: str, new: str, sentence: str
 ) -> None:
     Path("empty.jsonl").write_text("")
     Path("latin.jsonl").write_bytes('{"prompt": "Grüße"}'.encode("latin-1"))
+    os.mkfifo("pipe")
     before = sorted(p.name for p in Path().iterdir())
     said = refused(command[0], spec_with(old, new), *command[1:])
     assert sentence in said
@@ -112,6 +159,9 @@ def test_a_wrong_spec_ends_with_2_and_a_sentence_that_helps(
         (["run", "."], "folder"),
         (["run", "quickstrat"], "the nearest built-in is 'quickstart'"),
         (["run", "tiny", "--resume"], "--resume needs --out DIR"),
+        (["run", "tiny", "--resume", "--out", "gone"], "--resume gone: there is no such folder"),
+        (["run", "tiny", "--resume", "--out", "nothing"], "--resume nothing: it is empty"),
+        (["run", "pipe"], "pipe: it is a pipe, a device or a socket"),
         (["run", "tiny", "--set", "measure.warmpu=1"], "the nearest known is 'warmup'"),
         (["run", "tiny", "--out", "file"], "--out file: it is a file"),
         (
@@ -132,6 +182,8 @@ def test_a_wrong_argument_ends_with_2_and_a_sentence_that_helps(arguments: list[
     Path("file").write_text("x")
     Path("other").mkdir()
     Path("other/thesis.tex").write_text("x")
+    Path("nothing").mkdir()
+    os.mkfifo("pipe")
     manifest = Manifest(name="t", created_utc="2026-01-01T00:00:00+00:00", pid=1, host="h")
     RunWriter(Path("run"), manifest).finish("complete")
     before = contents(Path())
@@ -272,12 +324,24 @@ def test_reports_of_every_format_leave_the_run_folder_as_it_was(
         assert to.read_text()
         if kind != "html":
             printed = call("report", "r", "--format", kind, "--out", "-")
-            assert (printed.exit_code, printed.stdout.strip()) == (0, to.read_text().strip())
+            assert (printed.exit_code, printed.stdout) == (0, to.read_text().removesuffix("\n") + "\n")
     assert contents(Path("r")) == before
     monkeypatch.chdir(finished.folder / "r")
     assert call("report", ".", "--format", "md").exit_code == 0
     assert (finished.folder / "r.md").exists()
     assert contents(Path()) == before
+
+
+def test_a_training_s_folder_has_a_report_too() -> None:
+    folder = write_training(Path("trained"))
+    for kind in ("html", "md", "csv", "json"):
+        assert call("report", "trained", "--format", kind).exit_code == 0
+        assert "by-hand" in Path(f"trained.{kind}").read_text() or kind == "csv"
+    printed = call("report", "trained", "--format", "csv", "--out", "-")
+    assert printed.stdout.strip() == Path("trained.csv").read_text().strip()
+    assert "--format pdf: there is no such format" in refused("report", "trained", "--format", "pdf")
+    (folder / "log.jsonl").write_text("[\n{}\n")
+    assert "training log trained/log.jsonl: line 1: not JSON" in refused("report", "trained")
 
 
 def test_resuming_or_running_again_into_a_complete_run_is_refused(
@@ -371,3 +435,34 @@ def test_out_may_be_the_folder_one_is_in(monkeypatch: pytest.MonkeyPatch) -> Non
     found = call("run", "tiny", "--out", ".")
     assert found.exit_code == 0, found.output
     assert [p.name for p in Path("..").iterdir() if p.is_file()] == ["here.html"]
+
+
+def test_a_dashboard_that_is_terminated_leaves_no_server(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "profiler", "dashboard", "runs", "--port", str(port)]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    group = [psutil.Process(process.pid)]
+
+    def serves() -> bool:
+        try:
+            group[:] = [group[0], *group[0].children(recursive=True)]
+            return any("streamlit" in each.cmdline() for each in group)
+        except psutil.Error:
+            return False
+
+    deadline = time.monotonic() + 60
+    while not serves() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert serves()
+    process.terminate()
+    process.wait(60)
+    _, alive = psutil.wait_procs(group, timeout=30)
+    for each in alive:
+        each.kill()
+    assert alive == []

@@ -103,3 +103,24 @@ def test_the_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_would_end_the_run_ends_the_estimate(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         estimate.estimate(spec(**change))
+
+
+def test_a_study_is_its_run_and_its_training_once_a_seed() -> None:
+    arms = [{"name": "dense", "method": "dense"}, {"name": "mine", "method": "layerroute"}]
+    once = estimate.estimate(spec(arms=arms))
+    arms[1]["checkpoint"] = "trained"
+    found = estimate.estimate(spec(arms=arms, train={"recipe": "layerroute-tiny"}, seeds=[0, 1, 2]))
+    # 4 × 96 tokens a forward, logits of all; 12 updates of 2 forwards with gradients, 2.5 each; and held-out figures
+    # 3 times: 2 domains, 2 batches of 4, open and routed.
+    forward = (384 * 6 * 98_304 + 4 * 4_656 * 256 * 6 + 384 * 33_152) / 1e9
+    assert found.training_s == pytest.approx(3 * forward * (2.5 * 24 + 24))
+    assert found.guess_s == pytest.approx(3 * once.guess_s + found.training_s)
+    assert (found.seeds, found.bound_s) == (3, 3 * once.bound_s)
+    # Routers of 65 on 6 layers, LoRA of rank 2 on q, k, v, o: 5,766 numbers, two states of 12 bytes and 4 in the end.
+    assert found.disk_bytes == 3 * (once.disk_bytes + 5_766 * 28)
+    assert found.lines()[0] == "tiny-run: 2 arms × 1 cells × 3 seeds, each trained first"
+    assert "of it training" in found.lines()[1]
+    assert "training" not in once.lines()[1]
+    wrong = spec(arms=arms, train={"recipe": "layerroute-tiny", "set": {"training.steps": 0}}, seeds=[0])
+    with pytest.raises(InputError, match=r"training.steps: must be at least 1, .* \(with set training.steps=0\)"):
+        estimate.estimate(wrong)

@@ -286,3 +286,18 @@ def test_conversion_of_a_packaged_model_gives_an_ordinary_folder(gguf_file, tiny
 def test_conversion_counts_the_parameters(gguf_file, tmp_path):
     with pytest.raises(InputError, match="holds 312,320 parameters, not 7"):
         packaged_model.convert(converted(gguf_file, 7), gguf_file, tmp_path)
+
+
+def test_how_far_a_gguf_is_opened_is_told_from_its_first_reading_on(gguf_file, capfd):
+    import gguf as library
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    before = library.GGUFReader.__init__, reader.tqdm
+    shares: list[float] = []
+    model_files.open_gguf(gguf_file, "float32", share=shares.append)
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < 0.2  # the config
+    assert 0.9 < shares[-1] <= 1  # the tokenizer, after all tensors
+    assert len(shares) > 10
+    assert (library.GGUFReader.__init__, reader.tqdm) == before
+    assert capfd.readouterr().err == ""

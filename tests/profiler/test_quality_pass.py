@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -17,7 +18,7 @@ from profiler import run as running
 from profiler.cli import app
 from profiler.errors import InputError, RuleError
 from profiler.evaluate import evaluate
-from profiler.quality import Item, Mode
+from profiler.quality import Item, Mode, Scored
 from profiler.store import Run
 from workloads.loading import load
 
@@ -81,6 +82,32 @@ def test_every_arm_scores_the_same_tokens(whole: Run) -> None:
             assert found["tokens"].tolist() == TOKENS
             assert found["prefix_tokens"].tolist() == PREFIX_TOKENS
             assert set(found["task"]) == {"perplexity"}
+
+
+def test_every_scored_token_stands_at_the_row_that_predicts_it(whole: Run) -> None:
+    frame = whole.frame("token_scores")
+    found = frame[(frame["arm"] == "routed") & (frame["cell"] == "quality")]
+    # "2 + 2 =" is at 0 to 6, and its last row predicts the line break, which predicts the "4".
+    assert found.loc[found["request"] == "m0", "position"].tolist() == [6, 7]
+    assert found.loc[found["request"] == "p0", "position"].tolist() == list(range(15, 31))
+    assert found.groupby("request", sort=False)["reference"].first().to_dict() == {"m0": True, "m1": True, "p0": False}
+    sums = found.astype({"nll": float}).groupby("request", sort=False)["nll"].sum().tolist()
+    assert sums == pytest.approx(scores(whole, "routed")["nll"].tolist(), rel=1e-6)
+    # The likeliest token has more than the mean chance of the 259, and one at better than even odds is the likeliest.
+    assert (found.loc[found["hit"], "nll"] < math.log(259)).all()
+    assert found.loc[found["nll"] < math.log(2), "hit"].all()
+
+
+def test_tokens_are_counted_over_all_inputs(whole: Run) -> None:
+    frame = whole.frame("tokens")
+    found = frame[(frame["cell"] == "quality") & (frame["request"] == "m0")]
+    text = b"2 + 2 =\n4"
+    assert found["position"].tolist() == list(range(9))
+    everything = b"".join(
+        (item["prompt"] + ("\n" + item["reference"] if "reference" in item else "")).encode() for item in ITEMS
+    )
+    assert found["occurrences"].tolist() == [everything.count(bytes([letter])) for letter in text]
+    assert len(frame) == 2 * len(everything)
 
 
 def test_arms_that_must_agree_do_and_those_that_skip_differ(whole: Run) -> None:
@@ -162,16 +189,16 @@ def test_the_pass_checks_its_own_rules(whole: Run) -> None:
 
 
 def test_gates_that_see_what_is_scored_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def leaking(handle: Any, item: Item, mode: Mode) -> float:
+    def leaking(handle: Any, item: Item, mode: Mode) -> Scored:
         """Prompt and whole text, each deciding for itself."""
         with torch.no_grad():
             for ids in (item.prefix, (*item.prefix, *item.continuation)):
                 handle.model(input_ids=torch.tensor([ids]), use_cache=False)
                 for router in getattr(handle, "routers", []):
                     router.bias.neg_()  # stands for a text that tells routers something else
-        return 1.0
+        return scored(item, 1.0)
 
-    monkeypatch.setattr(quality_pass, "continuation_nll", leaking)
+    monkeypatch.setattr(quality_pass, "score", leaking)
     with pytest.raises(RuleError, match="gates frozen before what is scored"):
         running.run(spec(tmp_path, arms=_routed_only()), tmp_path / "run")
     run = Run(tmp_path / "run")
@@ -180,12 +207,18 @@ def test_gates_that_see_what_is_scored_fail_the_run(tmp_path: Path, monkeypatch:
     assert not run.manifest.quality.done
 
 
+def scored(item: Item, nll: float) -> Scored:
+    """Every token of an item found as likely as that."""
+    tokens = len(item.continuation)
+    return Scored(np.full(tokens, nll), np.zeros(tokens, dtype=bool))
+
+
 def _routed_only() -> list[dict[str, Any]]:
     return [{"name": "dense", "method": "dense"}, {"name": "routed", "method": "layerroute"}]
 
 
 def test_logits_that_are_not_finite_are_no_perplexity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quality_pass, "continuation_nll", lambda handle, item, mode: math.nan)
+    monkeypatch.setattr(quality_pass, "score", lambda handle, item, mode: scored(item, math.nan))
     with pytest.raises(InputError, match="arm 'dense' gives item 'm0' a log-likelihood of nan"):
         running.run(spec(tmp_path, arms=_routed_only()), tmp_path / "run")
 
@@ -194,15 +227,15 @@ def test_an_interrupted_pass_is_begun_anew_and_a_finished_one_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = spec(tmp_path, arms=_routed_only())
-    real, calls = quality_pass.continuation_nll, []
+    real, calls = quality_pass.score, []
 
-    def interrupted(handle: Any, item: Item, mode: Mode) -> float:
+    def interrupted(handle: Any, item: Item, mode: Mode) -> Scored:
         calls.append(item.id)
         if len(calls) == 5:
             raise KeyboardInterrupt
         return real(handle, item, mode)
 
-    monkeypatch.setattr(quality_pass, "continuation_nll", interrupted)
+    monkeypatch.setattr(quality_pass, "score", interrupted)
     with pytest.raises(KeyboardInterrupt):
         running.run(made, tmp_path / "run")
     before = Run(tmp_path / "run")
@@ -223,6 +256,9 @@ def test_no_text_is_written_where_the_spec_keeps_none(tmp_path: Path) -> None:
     made = spec(tmp_path, arms=_routed_only()[:1], privacy={"keep_text": False})
     prompts = Run(running.run(made, tmp_path / "run")).frame("prompts")
     assert prompts["text"].isna().all()
+    tokens = Run(tmp_path / "run").frame("tokens")
+    assert len(tokens) == sum(TOKENS) + sum(PREFIX_TOKENS)
+    assert tokens[["token", "occurrences"]].isna().all(axis=None)
     assert prompts["mean_token_rank"].notna().all()
 
 
@@ -238,7 +274,18 @@ def test_evaluating_a_run_writes_a_new_one_beside_it_and_leaves_it_alone(whole: 
     found = Run(folder)
     assert (found.state, found.manifest.cells) == ("complete", [])
     assert found.manifest.evaluates == f"q, {whole.manifest.created_utc}"
-    written = {"gates", "kv", "prompts", "quality", "rows", "scores", "signals-layerroute", "steps"}
+    written = {
+        "gates",
+        "kv",
+        "prompts",
+        "quality",
+        "rows",
+        "scores",
+        "signals-layerroute",
+        "steps",
+        "token_scores",
+        "tokens",
+    }
     assert set(found.tables()) - {"telemetry"} == written
     for arm in ARMS:
         assert scores(found, arm)["nll"].tolist() == scores(whole, arm)["nll"].tolist()[:2]

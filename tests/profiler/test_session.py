@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -351,3 +353,116 @@ class _Full:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
+
+
+# -- what is refused in words -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a b", "-x", "x\n", "é", "a" * 65])
+def test_an_arm_is_called_as_in_a_spec(model: Any, tmp_path: Path, name: str) -> None:
+    with (
+        pytest.raises(InputError, match=r"record\(arm='.*'\): an arm's name must be letters"),
+        record(model, out=tmp_path / "r", arm=name),
+    ):
+        pass
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("other", [torch.nn.Linear(2, 2), "smollm2-135m", None], ids=["module", "name", "none"])
+def test_what_is_no_transformers_model_is_refused(tmp_path: Path, other: Any) -> None:
+    kind = type(other).__name__
+    with (
+        pytest.raises(InputError, match=f"{kind} is no model of the transformers library"),
+        record(other, tmp_path / "r"),
+    ):
+        pass
+    with pytest.raises(InputError, match=f"{kind} is no model of the transformers library"):
+        wrap(other, "dense")
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("routed", [False, True], ids=["dense", "routed"])
+@pytest.mark.parametrize(
+    ("ids", "sentence"),
+    [
+        (torch.zeros((0, 4), dtype=torch.long), "the batch is empty: 0 rows of 4 tokens"),
+        (torch.zeros((2, 0), dtype=torch.long), "the batch is empty: 2 rows of 0 tokens"),
+        (
+            torch.zeros(4, dtype=torch.long),
+            r"a batch is \[rows, tokens\], and the model was called with a shape of \(4,\)",
+        ),
+    ],
+    ids=["no rows", "no tokens", "one dimension"],
+)
+def test_a_batch_that_is_none_is_refused(
+    model: Any, tmp_path: Path, routed: bool, ids: torch.Tensor, sentence: str
+) -> None:
+    if routed:
+        wrap(model, "layerroute", gates=HALF)
+    with pytest.raises(InputError, match=sentence), record(model, out=tmp_path / "r"):
+        model(ids)
+    assert Run(tmp_path / "r").state == "failed"
+    model(torch.tensor(prompts_of([4])))  # the model is left as it was
+
+
+def test_a_cache_of_fixed_size_is_named(model: Any, tmp_path: Path) -> None:
+    ids = torch.tensor(prompts_of([6]))
+    with (
+        pytest.raises(InputError, match=r"must be 2-D .* got \(.*cache of fixed size .* DynamicCache"),
+        record(model, out=tmp_path / "r"),
+    ):
+        model.generate(ids, max_new_tokens=2, cache_implementation="static", do_sample=False, pad_token_id=0)
+
+
+def test_forwards_of_two_threads_at_once_are_refused_and_the_session_fails(model: Any, tmp_path: Path) -> None:
+    ids, entered, go_on = torch.tensor(prompts_of([6])), threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        entered.set()
+        go_on.wait(30)
+
+    def together() -> None:
+        with record(model, out=tmp_path / "r"):
+            hook = model.model.layers[0].register_forward_pre_hook(wait)
+            first = threading.Thread(target=model, args=(ids,))
+            first.start()
+            assert entered.wait(30)
+            with pytest.raises(InputError, match="put a lock around the call"):
+                model(ids)
+            hook.remove()
+            go_on.set()
+            first.join()
+            model(ids)  # one at a time again
+
+    with pytest.raises(InputError, match="forwards of several threads ran at once"):
+        together()
+    run = Run(tmp_path / "r")
+    assert (run.state, "several threads" in str(run.manifest.state_detail)) == ("failed", True)
+    assert len(run.frame("steps")) == 1
+    assert hooks(model) == 0
+
+
+def test_forwards_of_several_threads_one_after_the_other_are_recorded(model: Any, tmp_path: Path) -> None:
+    ids = torch.tensor(prompts_of([6]))
+    with record(model, out=tmp_path / "r"):
+        for _ in range(2):
+            thread = threading.Thread(target=model, args=(ids,))
+            thread.start()
+            thread.join()
+    assert len(Run(tmp_path / "r").frame("steps")) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_closes_the_folder_as_interrupted(model: Any, tmp_path: Path, number: int) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def loop() -> None:
+        with record(model, out=tmp_path / "r"):
+            model(torch.tensor(prompts_of([6])))
+            signal.raise_signal(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    run = Run(tmp_path / "r")
+    assert (run.state, len(run.frame("steps"))) == ("interrupted", 1)
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -532,9 +532,151 @@ def test_interrupted_and_failed_runs_can_be_gone_on_with(writer: RunWriter, stat
     assert (Run(writer.folder).state, Run(writer.folder).manifest.state_detail) == ("complete", None)
 
 
-def test_resuming_where_nothing_is_begins(tmp_path: Path) -> None:
-    RunWriter(tmp_path / "new", manifest(), "name: t\n", resume=True).finish("complete")
-    assert Run(tmp_path / "new").manifest.resumed_utc == []
+def test_resuming_where_nothing_is_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--resume .*new: there is no such folder.* leave out --resume to start one"):
+        RunWriter(tmp_path / "new", manifest(), "name: t\n", resume=True)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="--resume .*empty: it is empty"):
+        RunWriter(tmp_path / "empty", manifest(), "name: t\n", resume=True)
+
+
+# -- rows that are missing, or there twice ------------------------------------------------------------
+
+
+def told(run: Run) -> list[str]:
+    return [str(mismatch) for mismatch in run.mismatches]
+
+
+def test_a_folder_nobody_changed_has_no_mismatch_whatever_became_of_the_run(tmp_path: Path) -> None:
+    unfinished(tmp_path / "killed")
+    (tmp_path / "killed" / "steps" / "part-c2-r0-000777.parquet").write_bytes(
+        next((tmp_path / "killed" / "steps").glob("part-c2-*")).read_bytes()
+    )  # what a kill leaves past the manifest's last word
+    assert told(Run(tmp_path / "killed")) == []
+    RunWriter(tmp_path / "new", manifest(cells=[cell("c")])).finish("complete")
+    assert told(Run(tmp_path / "new")) == []
+
+
+def test_parts_of_a_done_cell_that_are_gone_or_there_twice_are_told_with_their_rows(tmp_path: Path) -> None:
+    unfinished(tmp_path / "r")
+    (part,) = (tmp_path / "r" / "steps").glob("part-c1-*")
+    copy = part.with_name("part-c1-r0-000900.parquet")
+    shutil.copy(part, copy)
+    assert told(Run(tmp_path / "r")) == ["table steps of cell c1 has 6 of 3 rows"]
+    part.unlink()
+    copy.unlink()
+    assert told(Run(tmp_path / "r")) == ["table steps of cell c1 has 0 of 3 rows"]
+    with pytest.raises(StoreError, match=r"--resume .* not as it was written: table steps of cell c1 has 0 of 3 rows"):
+        RunWriter(tmp_path / "r", manifest(cells=[cell("c1"), cell("c2")]), resume=True)
+
+
+def test_a_closed_run_has_all_rows_of_every_table(writer: RunWriter) -> None:
+    writer.append("telemetry", {"time_ns": [1, 2], "metric": "rss"}, cell="telemetry")
+    writer.append("steps", steps(range(5)), cell="c1")
+    writer.finish("interrupted")
+    shutil.rmtree(writer.folder / "telemetry")
+    (part,) = (writer.folder / "steps").glob("*.parquet")
+    shutil.copy(part, part.with_name("part-copied by hand.parquet"))
+    assert told(Run(writer.folder)) == ["table steps has 10 of 5 rows", "table telemetry has 0 of 2 rows"]
+
+
+def test_a_part_without_a_footer_is_named(writer: RunWriter) -> None:
+    writer.append("steps", steps(range(5)), cell="c1")
+    writer.finish("complete")
+    (part,) = (writer.folder / "steps").glob("*.parquet")
+    part.write_bytes(b"")
+    with pytest.raises(StoreError, match=rf"{part.name} cannot be read"):
+        Run(writer.folder).mismatches  # noqa: B018
+
+
+def test_resuming_drops_parts_only_when_the_manifest_no_longer_counts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unfinished(tmp_path / "r")
+
+    def killed(self: Path, missing_ok: bool = False) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            RunWriter(tmp_path / "r", manifest(cells=[cell("c1"), cell("c2")], pid=2**22 + 1), resume=True)
+    assert told(Run(tmp_path / "r")) == []
+    made = RunWriter(tmp_path / "r", manifest(cells=[cell("c1"), cell("c2")]), resume=True)
+    made.finish("complete")
+    assert Run(tmp_path / "r").frame("steps")["step"].tolist() == [0, 1, 2]
+
+
+def test_a_folder_that_cannot_be_begun_is_not_left_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = writing._write_whole
+
+    def full(path: Path, write: Any) -> None:
+        if path.name == writing.RESERVE:
+            full_disk()
+        whole(path, write)
+
+    monkeypatch.setattr(writing, "_write_whole", full)
+    with pytest.raises(StoreError, match="cannot make the run folder .*No space left"):
+        RunWriter(tmp_path / "r", manifest(), "name: t\n")
+    assert not (tmp_path / "r").exists()
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(StoreError):
+        RunWriter(tmp_path / "mine", manifest(), "name: t\n")
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+# -- a folder changed by hand -------------------------------------------------------------------------
+
+
+def test_a_spec_that_is_no_text_or_no_file_is_a_sentence(writer: RunWriter) -> None:
+    writer.finish("complete")
+    path = writer.folder / "spec.yaml"
+    path.write_bytes(b"name: \xe9")
+    with pytest.raises(StoreError, match=r"spec\.yaml must be UTF-8 text, and byte 0xe9 at offset 6 is not"):
+        Run(writer.folder).spec_yaml  # noqa: B018
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(StoreError, match=r"spec\.yaml cannot be read: it is no ordinary file"):
+        Run(writer.folder).spec_yaml  # noqa: B018
+    (writer.folder / MANIFEST).unlink()
+    os.mkfifo(writer.folder / MANIFEST)
+    with pytest.raises(StoreError, match=r"manifest\.json: it is no ordinary file"):
+        Run(writer.folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"state": "finished"}, "state must be 'running', 'complete', 'interrupted' or 'failed', and it is 'finished'"),
+        ({"pid": "x"}, "pid must be a whole number, and it is 'x'"),
+        ({"cells": 3}, "cells must be a list, and it is '3'"),
+        ({"arms": [{}]}, r"arms\.0\.name is missing \(and 1 more\)"),
+    ],
+)
+def test_a_manifest_with_a_wrong_value_says_which_in_our_words(
+    writer: RunWriter, change: dict[str, Any], sentence: str
+) -> None:
+    writer.finish("complete")
+    path = writer.folder / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(StoreError, match=f"does not fit format {FORMAT}: {sentence}$") as caught:
+        Run(writer.folder)
+    assert "pydantic" not in str(caught.value)
+
+
+def test_a_table_with_another_column_or_kind_of_column_is_refused(writer: RunWriter) -> None:
+    writer.append("steps", steps(range(3)), cell="c1")
+    writer.finish("complete")
+    (part,) = (writer.folder / "steps").glob("*.parquet")
+    table = pq.read_table(part)
+    pq.write_table(table.drop_columns(["wall_ns"]), part)
+    with pytest.raises(StoreError, match=f"steps: it has no column 'wall_ns', which format {FORMAT} has"):
+        Run(writer.folder).frame("steps")
+    place = table.schema.get_field_index("wall_ns")
+    pq.write_table(table.set_column(place, "wall_ns", pa.array(["1", "2", "3"])), part)
+    with pytest.raises(StoreError, match="steps: column 'wall_ns' holds VARCHAR, and must hold BIGINT"):
+        Run(writer.folder).frame("steps")
 
 
 # -- states and manifests that are not ours -----------------------------------------------------------

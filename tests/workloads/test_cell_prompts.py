@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profiler.errors import InputError
-from workloads.prompts import CellPrompt, Prompt, cell_token_ids, load_prompts
+from workloads.prompts import CellPrompt, Prompt, cell_token_ids, lead, load_prompts
 from workloads.spec import PromptsSpec
 
 VOCABULARY: dict[str, int] = {}
@@ -157,3 +157,43 @@ def test_any_row_is_the_first_tokens_of_its_text(
         assert len(row.ids) == length
         assert row.same_as == seen.get((row.domain, row.ids))
         seen.setdefault((row.domain, row.ids), row.request)
+
+
+# -- long texts --------------------------------------------------------------------------------------
+
+
+class Counting:
+    """A tokenizer of words that knows how much it was given."""
+
+    def __init__(self) -> None:
+        self.characters = self.calls = 0
+
+    def __call__(self, text: str) -> list[int]:
+        self.characters += len(text)
+        self.calls += 1
+        return words(text)
+
+
+def test_of_a_text_of_megabytes_only_the_beginning_is_tokenised() -> None:
+    long = " ".join(f"word{i}" for i in range(400_000))  # 4 MB
+    tokenize = Counting()
+    rows = cell_token_ids(prompts(a=[long]), tokenize, 4, 31, 0)  # 16 words, 15 spaces
+    assert [row.text.split() for row in rows] == [[f"word{i}" for i in range(start, start + 16)] for start in range(4)]
+    assert tokenize.characters < 100_000
+    short = " ".join(f"word{i}" for i in range(200))
+    assert cell_token_ids(prompts(a=[short]), words, 4, 31, 0) == rows
+
+
+def test_a_text_of_few_tokens_is_read_on_until_they_suffice() -> None:
+    sparse = (" " * 5000).join("abcdefgh")
+    assert lead(sparse, 3, words) == (sparse, words(sparse))  # eight tokens in all, fewer than a margin would like
+    start, ids = lead("x " * 100_000, 10, words)
+    assert len(start) == 16 * (10 + 64)
+    assert len(ids) >= 10 + 64
+
+
+def test_a_text_that_says_one_thing_over_and_over_ends_the_search_for_distinct_rows() -> None:
+    tokenize = Counting()
+    rows = cell_token_ids(prompts(a=["la " * 20_000]), tokenize, 3, 8, 0)
+    assert [row.same_as for row in rows] == [None, "r0000", "r0000"]
+    assert tokenize.calls < 5000

@@ -1,6 +1,7 @@
 """Reading of YAML and JSON: what YAML 1.1 would misread, and every refusal."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -164,3 +165,10 @@ def test_a_byte_order_mark_is_dropped_and_json_is_told_by_its_name(tmp_path: Pat
     (tmp_path / "a.yaml").write_bytes(b"\xef\xbb\xbfname: x\n")
     (tmp_path / "a.json").write_bytes(b'{\n\t"name": "x"\n}')  # a tab, which YAML refuses
     assert read_document(tmp_path / "a.yaml", "f") == {"name": "x"} == read_document(tmp_path / "a.json", "f")
+
+
+def test_a_pipe_or_a_device_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for path in (tmp_path / "pipe.yaml", Path("/dev/zero")):
+        with pytest.raises(InputError, match="x: it is a pipe, a device or a socket, which may never end"):
+            read_document(path, "x")

@@ -66,7 +66,7 @@ def test_quickstart_is_the_default() -> None:
     assert (spec.model.source, spec.model.dtype) == ("smollm2-135m", "float32")
     assert [(arm.name, arm.method, arm.twin) for arm in spec.arms] == [
         ("dense", "dense", None),
-        ("untrained", "layerroute", "dense"),
+        ("trained", "layerroute", "dense"),
         ("forced-30", "layerroute", "dense"),
     ]
     assert spec.arms[2].options["gates"] == {"forced": {"ratio": 0.3, "seed": 0, "pattern": "shared"}}

@@ -291,11 +291,11 @@ class Recorder:
         if not self.recording:
             return
         if isinstance(choice, np.ndarray):
-            numbers = (2 + len(signals)) * choice.size
-            if self._held + numbers > MAX_NUMBERS:
+            size = (2 + len(signals)) * choice.size
+            if self._held + size > MAX_NUMBERS:
                 self._dropped += len(choice)
                 return
-            self._held += numbers
+            self._held += size
             self._slots.append(Decision(layer, site, choice, gate, signals, weights))  # type: ignore[arg-type]
             return
         several = None if weights is None else choice.shape[1]

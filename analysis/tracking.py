@@ -67,8 +67,8 @@ def tracks(run: Run, arm: str, cell: str = HELD_OUT, *, seed: int = 0) -> pd.Dat
     varying = [c for c in range(len(found.columns)) if found.skipped[:, c].any() and not found.skipped[:, c].all()]
     share = _family(found, trackers, [found.share.mean(axis=1)] if found.requests else [], seed)
     layers = _family(found, trackers, [found.skipped[:, c].astype(np.float64) for c in varying], seed)
-    lines = [{"target": SHARE, "layer": pd.NA, "site": None, **line} for line in _corrected(share, HOLM)]
-    for line in _corrected(layers, BENJAMINI_HOCHBERG):
+    lines = [{"target": SHARE, "layer": pd.NA, "site": None, **line} for line in corrected(share, HOLM)]
+    for line in corrected(layers, BENJAMINI_HOCHBERG):
         layer, site = found.columns[varying[line["place"]]]
         lines.append({"target": LAYER, "layer": layer, "site": site, **line})
     base = {"arm": arm, "cell": cell}
@@ -159,9 +159,10 @@ def _why_undefined(n: int, target: NDArray[np.float64], tracker: _Tracker) -> st
     return "nothing is left of it once length is held fixed"
 
 
-def _corrected(lines: list[dict[str, Any]], correction: str) -> list[dict[str, Any]]:
+def corrected(lines: list[dict[str, Any]], correction: str) -> list[dict[str, Any]]:
+    """Lines with their `p` corrected for being so many, and the verdict that comes of it; without a `p`, undefined."""
     p = [line.get("p", np.nan) for line in lines]
-    corrected = holm(p) if correction == HOLM else benjamini_hochberg(p)
+    adjusted = holm(p) if correction == HOLM else benjamini_hochberg(p)
     return [
         line
         | {
@@ -169,5 +170,5 @@ def _corrected(lines: list[dict[str, Any]], correction: str) -> list[dict[str, A
             "correction": correction,
             "verdict": UNDEFINED if np.isnan(value) else TRACKS if value < ALPHA else NONE_SHOWN,
         }
-        for line, value in zip(lines, corrected, strict=True)
+        for line, value in zip(lines, adjusted, strict=True)
     ]

@@ -15,7 +15,7 @@ why. Position and frequency of a token are not independent of each other, nor of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,10 +25,10 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from analysis.partial_correlation import PERMUTATIONS, ROUNDING, associations, benjamini_hochberg, holm
+from analysis.partial_correlation import PERMUTATIONS, ROUNDING, associations
 from analysis.resampling import MIN_INPUTS, counts, interval
 from analysis.token_paths import TokenPaths
-from analysis.tracking import ALPHA, BENJAMINI_HOCHBERG, HOLM, NONE_SHOWN, TRACKS, UNDEFINED
+from analysis.tracking import BENJAMINI_HOCHBERG, HOLM, corrected
 from analysis.trajectories import FREQUENCY, NEXT, POSITION, SHARE, answered, targets
 from profiler.intervals import Interval
 
@@ -62,8 +62,8 @@ def trajectory_tests(paths: TokenPaths, *, seed: int = 0) -> pd.DataFrame:
         Columns `TEST_COLUMNS`. First `trajectories.targets` (means over depth) against everything; then, layer by
         layer, whether the next token was right. `value` of a difference is in units of the target.
     """
-    lines = [{"layer": pd.NA, **line} for line in _corrected(list(_over_depth(paths, seed)), HOLM)]
-    lines += _corrected(list(_by_layer(paths, seed)), BENJAMINI_HOCHBERG)
+    lines = [{"layer": pd.NA, **line} for line in corrected(list(_over_depth(paths, seed)), HOLM)]
+    lines += corrected(list(_by_layer(paths, seed)), BENJAMINI_HOCHBERG)
     base = {"arm": paths.arm, "cell": paths.cell}
     return pd.DataFrame([base | line for line in lines], columns=list(TEST_COLUMNS)).astype({"layer": "Int64"})
 
@@ -210,17 +210,3 @@ def _between_rho(paths: TokenPaths, values: Floats, known: NDArray[np.bool_], do
         return _Found(None, float("nan"), tokens, f"{len(each)} inputs, or all alike once length is held fixed")
     value = Interval(float(one.value[0, 0]), float(one.low[0, 0]), float(one.high[0, 0]), one.n)
     return _Found(value, float(one.p[0, 0]), tokens)
-
-
-def _corrected(lines: Sequence[dict[str, Any]], correction: str) -> list[dict[str, Any]]:
-    p = [line["p"] for line in lines]
-    corrected = holm(p) if correction == HOLM else benjamini_hochberg(p)
-    return [
-        line
-        | {
-            "p_corrected": value,
-            "correction": correction,
-            "verdict": UNDEFINED if np.isnan(value) else TRACKS if value < ALPHA else NONE_SHOWN,
-        }
-        for line, value in zip(lines, corrected, strict=True)
-    ]

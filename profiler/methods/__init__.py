@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
+    from profiler.execution.routes import ForcedGates
     from profiler.execution.sequences import SequenceTracker
     from profiler.recorder import Probe, Recorder, SpanSite
     from profiler.records import Choice
@@ -227,7 +228,38 @@ class Losses:
     sums: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Trainable(Method):
+class Routed(Method):
+    """A method whose router can be bypassed: by open or closed gates, or by a synthetic route.
+
+    Class attributes:
+        Route: what a synthetic route of this method is; it has a `label()`.
+    """
+
+    Route: ClassVar[type[ForcedGates]]
+
+    #: How the router is bypassed; None where it decides.
+    _route: Any = None
+    #: Whether parameters came from a checkpoint.
+    _trained: bool = False
+
+    def force(self, how: Any | None) -> None:
+        """Bypass the router: `"open"` (everything runs), `"closed"`, a `Route`, or None to let it decide."""
+        if not isinstance(how, self.Route) and how not in ("open", "closed", None):
+            raise InputError(f"cannot force gates to {how!r}")
+        self._route = how
+
+    @property
+    def synthetic(self) -> str | None:
+        if isinstance(self._route, self.Route):
+            return self._route.label()
+        return None if self._route is None else f"forced: every gate {self._route}"
+
+    @property
+    def untrained(self) -> bool:
+        return not self._trained and self._route is None
+
+
+class Trainable(Routed):
     """A method with a training objective. The loop, the data and the schedule are `profiler.train`'s.
 
     Class attributes:

@@ -273,6 +273,7 @@ class Hero(Trainable):
     Config = HeroConfig
     Objective = HeroObjective
     skipped = "(token, layer) pairs took the adapter"
+    Route = ForcedTokens  # open: every FFN; closed: every adapter
     scope = "token"
     sites = ("ffn",)
     signals: ClassVar = SIGNALS
@@ -298,8 +299,6 @@ class Hero(Trainable):
         self.router = router.to(self._wide).to_empty(device=self._device)
         self.adapters = [adapter.to(self._dtype).to_empty(device=self._device) for adapter in adapters]
         self.start(config.seed)
-        self._trained = False
-        self._route: ForcedTokens | Literal["open", "closed"] | None = None
         self._h_bar: Tensor | None = None
         self._folded: FoldedMath | None = None
         #: The forward under way.
@@ -363,22 +362,6 @@ class Hero(Trainable):
                 router_flops=history_router.flops_per_row(d, layers, variant, options.memory, depth),
             )  # fmt: skip
         return found
-
-    def force(self, how: Any | None) -> None:
-        """Bypass the router: `"open"` (every FFN), `"closed"` (every adapter), a `ForcedTokens`, or None."""
-        if not isinstance(how, ForcedTokens) and how not in ("open", "closed", None):
-            raise InputError(f"cannot force gates to {how!r}")
-        self._route = how
-
-    @property
-    def synthetic(self) -> str | None:
-        if isinstance(self._route, ForcedTokens):
-            return self._route.label()
-        return None if self._route is None else f"forced: every gate {self._route}"
-
-    @property
-    def untrained(self) -> bool:
-        return not self._trained and self._route is None
 
     @property
     def discards(self) -> bool:

@@ -180,6 +180,7 @@ class LayerRoute(Trainable):
     Config = LayerRouteConfig
     Objective = LayerRouteObjective
     skipped = "blocks skipped"
+    Route = ForcedGates
     scope = "sequence"
     sites = ("block",)
     signals: ClassVar = {"logit": "s_i, the router's output before σ"}
@@ -196,8 +197,6 @@ class LayerRoute(Trainable):
         #: s_i of the forward in training, `[S]` a layer; None outside training.
         self._logits: list[Tensor] | None = None
         self.routers = [self._new_router(bias) for bias in start_bias(layers)]
-        self._trained = False
-        self._route: ForcedGates | Literal["open", "closed"] | None = None
         self._requests = RequestGates()
         self._held_S: list[Held] = []
         if config.checkpoint is not None:
@@ -260,23 +259,11 @@ class LayerRoute(Trainable):
 
         For requests to come: a padded request's gates are in its cache, and a serving engine must be idle.
         """
-        if not isinstance(how, ForcedGates) and how not in ("open", "closed", None):
-            raise InputError(f"cannot force gates to {how!r}")
-        self._route = how
+        super().force(how)
         self._requests.clear()
 
     def release(self, request: str) -> None:
         self._requests.release(request)
-
-    @property
-    def synthetic(self) -> str | None:
-        if isinstance(self._route, ForcedGates):
-            return self._route.label()
-        return None if self._route is None else f"forced: every gate {self._route}"
-
-    @property
-    def untrained(self) -> bool:
-        return not self._trained and self._route is None
 
     @property
     def signal_starts(self) -> dict[str, list[float]]:

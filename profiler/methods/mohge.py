@@ -81,7 +81,7 @@ from profiler.execution.heterogeneous_router import (
 from profiler.execution.instruments import decoder_spans, first_products, head_probe
 from profiler.execution.routes import ForcedExperts
 from profiler.execution.sequences import Sequences
-from profiler.methods import Method, MethodConfig
+from profiler.methods import MethodConfig, Routed
 from profiler.recorder import Probe, SpanSite
 from profiler.records import Choice
 
@@ -248,10 +248,11 @@ class _Block(nn.Module):
         self.shared = SwiGLU(hidden, design.shared_width) if design.shared_width else None
 
 
-class Mohge(Method):
+class Mohge(Routed):
     """Heterogeneous grouped experts in place of the FFN of any supported decoder."""
 
     Config = MohgeConfig
+    Route = ForcedExperts  # open: every expert with weight 1; closed: none
     scope = "token"
     sites = (SITE,)
     latent_attention = True
@@ -275,8 +276,6 @@ class Mohge(Method):
         #: Layer → its experts.
         self.blocks = dict(enumerate(blocks, start=config.first_dense))
         self.start(config.seed)
-        self._trained = False
-        self._route: ForcedExperts | Literal["open", "closed"] | None = None
         self._balances: list[Balance] | None = None
         if config.checkpoint is not None:
             self.restore(Path(config.checkpoint))
@@ -321,22 +320,6 @@ class Mohge(Method):
             else:
                 found += expert_choices(dec, layer, design, padded=config.strategy == "padded")
         return found
-
-    def force(self, how: Any | None) -> None:
-        """Bypass the router: `"open"` (every expert, weight 1), `"closed"` (none), a `ForcedExperts`, or None."""
-        if not isinstance(how, ForcedExperts) and how not in ("open", "closed", None):
-            raise InputError(f"cannot force gates to {how!r}")
-        self._route = how
-
-    @property
-    def synthetic(self) -> str | None:
-        if isinstance(self._route, ForcedExperts):
-            return self._route.label()
-        return None if self._route is None else f"forced: every gate {self._route}"
-
-    @property
-    def untrained(self) -> bool:
-        return not self._trained and self._route is None
 
     @property
     def threshold(self) -> float:

@@ -41,6 +41,41 @@ def perplexity(frame: pd.DataFrame, names: Mapping[str, str]) -> Table:
     )
 
 
+def accuracy(frame: pd.DataFrame, names: Mapping[str, str]) -> Table:
+    """`answers.accuracy`: a line an arm, domain and mode; what leaks is marked."""
+    return table(
+        frame,
+        [
+            ("Arm", False, lambda r: names[r.arm]),
+            ("Domain", False, lambda r: text(r.domain)),
+            ("Mode", False, lambda r: text(r.mode)),
+            ("Right (% of items)", True, lambda r: wording.percent(r.accuracy)),
+            ("95 % interval", True, lambda r: wording.percent_interval(r.low, r.high)),
+            ("By chance (%)", True, lambda r: wording.percent(r.chance)),
+            ("Over the twin (points)", True, lambda r: wording.percent(r.over_twin)),
+            ("95 % interval of that", True, lambda r: wording.percent_interval(r.over_twin_low, r.over_twin_high)),
+            ("Items", True, lambda r: wording.count(r.items)),
+        ],
+        [mode != GATED for mode in frame["mode"]],
+    )
+
+
+def retain(frame: pd.DataFrame, names: Mapping[str, str]) -> Table:
+    """`answers.retain`: a line an arm and score."""
+    return table(
+        frame,
+        [
+            ("Arm", False, lambda r: names[r.arm]),
+            ("Retains of", False, lambda r: names[r.of]),
+            ("Score", False, lambda r: text(r.score)),
+            ("Retain (%)", True, lambda r: wording.percent(r.retain)),
+            ("95 % interval", True, lambda r: wording.percent_interval(r.low, r.high)),
+            ("Domains", True, lambda r: wording.count(r.tasks)),
+            ("Without", False, lambda r: text(r.left_out)),
+        ],
+    )
+
+
 def pairs(frame: pd.DataFrame, names: Mapping[str, str]) -> Table:
     """`baselines.pairs`; pairs at unlike rates are marked."""
     return table(

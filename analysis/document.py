@@ -14,8 +14,9 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import pandas as pd
@@ -27,6 +28,31 @@ from analysis.tables import Table
 from profiler.errors import InputError, StoreError
 
 _TEMPLATES = Path(__file__).with_name("templates")
+_Made = TypeVar("_Made")
+
+#: Told the share of a report that is made, from 0 to 1.
+Share = Callable[[float], None]
+
+
+def untold(share: float) -> None:
+    """A `Share` for those who need not know."""
+
+
+class Steps:
+    """Counts what has been made of `count` things, none of which takes long beside the others.
+
+    Calling it with a thing gives the thing back and tells the share, of the part from `start` to `end`.
+    """
+
+    def __init__(self, share: Share, count: int, start: float = 0.0, end: float = 1.0) -> None:
+        self._share, self._count, self._start, self._end = share, count, start, end
+        self._made = 0
+
+    def __call__(self, made: _Made) -> _Made:
+        """Another one is made."""
+        self._made += 1
+        self._share(self._start + (self._end - self._start) * min(1.0, self._made / self._count))
+        return made
 
 
 class Figures:

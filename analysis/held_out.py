@@ -1,6 +1,7 @@
 """Everything said of held-out inputs in one run, computed once for the report, the terminal and the page.
 
-Selection and order only: the figures are `quality`'s, `matched`'s, `baselines`', `diagnostics`' and `tracking`'s.
+Selection and order only: the figures are `quality`'s, `answers`', `matched`'s, `baselines`', `diagnostics`' and
+`tracking`'s.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from analysis import baselines, diagnostics, quality, tracking
+from analysis import answers, baselines, diagnostics, quality, tracking
 from analysis.matched import Matched, compared
 from analysis.skips import HELD_OUT
 from profiler.store import Run
@@ -24,6 +25,8 @@ class HeldOut:
     """
 
     perplexity: pd.DataFrame
+    accuracy: pd.DataFrame
+    retain: pd.DataFrame
     matched: Matched
     pairs: pd.DataFrame
     sentences: list[str]
@@ -56,6 +59,8 @@ def held_out(run: Run) -> HeldOut:
 
     return HeldOut(
         perplexity=quality.perplexity(run),
+        accuracy=answers.accuracy(run),
+        retain=answers.retain(run),
         matched=compared(run),
         pairs=baselines.pairs(run),
         sentences=baselines.sentences(run),

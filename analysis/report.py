@@ -17,10 +17,15 @@ import duckdb
 import pandas as pd
 
 from analysis import (
+    answers,
+    balance_report,
+    balance_tables,
     charts,
     diagnostic_charts,
     diagnostic_tables,
     document,
+    expert_charts,
+    expert_shares,
     kernels,
     ladder,
     ladder_tables,
@@ -44,6 +49,12 @@ from profiler.errors import InputError, StoreError
 from profiler.store import Run
 
 KERNELS_SHOWN = 10
+#: Frames of `HeldOut` that the JSON has.
+HELD_OUT_FRAMES = (
+    "perplexity", "accuracy", "retain", "pairs", "eligibility", "rates", "flips", "tracks", "confounds", "drift",
+)  # fmt: skip
+#: Share of a page's time that goes into reading the run, about: what progress says.
+READING = 0.6
 #: Prompts longer than this are cut in the report; the page shows them whole.
 PROMPT_CHARACTERS = 400
 
@@ -63,6 +74,8 @@ class _Contents:
     segments: pd.DataFrame
     skips: pd.DataFrame
     sharing: pd.DataFrame
+    expert_shares: pd.DataFrame
+    balances: list[balance_report.Balance]
     trainings: dict[str, Training]
     held_out: HeldOut
     trajectories: list[trajectory_report.Trajectory]
@@ -70,8 +83,9 @@ class _Contents:
     names: dict[str, str]
 
     @classmethod
-    def of(cls, run: Run) -> _Contents:
-        frame = ladder.ladder(run)
+    def of(cls, run: Run, share: document.Share = document.untold) -> _Contents:
+        made = document.Steps(share, 11, end=READING)
+        frame = made(ladder.ladder(run))
         wide = ladder_tables.ladder_wide(frame)
         measured, unmeasured = tables.split_measured(wide)
         return cls(
@@ -81,14 +95,16 @@ class _Contents:
             wide=wide,
             measured=measured,
             unmeasured=unmeasured,
-            break_even=ladder_tables.break_even(run, frame),
-            tails=latency.tails(run),
-            segments=kernels.segments(run),
-            skips=routing.skip_by_layer(run),
-            sharing=sharing(run),
-            trainings=trainings(run),
-            held_out=held_out(run),
-            trajectories=trajectory_report.trajectories(run),
+            break_even=made(ladder_tables.break_even(run, frame)),
+            tails=made(latency.tails(run)),
+            segments=made(kernels.segments(run)),
+            skips=made(routing.skip_by_layer(run)),
+            sharing=made(sharing(run)),
+            expert_shares=made(expert_shares.expert_shares(run)),
+            balances=made(balance_report.balances(run)),
+            trainings=made(trainings(run)),
+            held_out=made(held_out(run)),
+            trajectories=made(trajectory_report.trajectories(run)),
             look=charts.Look.of(run.manifest),
             names=wording.arm_names(run.manifest),
         )
@@ -97,10 +113,11 @@ class _Contents:
 # -- HTML -----------------------------------------------------------------------------------------------------------
 
 
-def render_html(run: Run) -> str:
+def render_html(run: Run, share: document.Share = document.untold) -> str:
     """The report as one HTML document that needs nothing else: no network, no other file."""
-    found = _Contents.of(run)
-    plot = document.Figures()
+    found = _Contents.of(run, share)
+    cells = list(found.measured["cell"].unique())
+    plot, made = document.Figures(), document.Steps(share, len(cells) + 7, start=READING)
     return document.page(
         "report.html.j2",
         plot,
@@ -109,22 +126,26 @@ def render_html(run: Run) -> str:
         model=run.manifest.model,
         created=run.manifest.created_utc,
         headlines=wording.headlines(found.wide, found.names),
-        summary=_summary(found, plot),
-        cells=[_cell_section(found, cell, plot) for cell in found.measured["cell"].unique()],
-        break_even=_break_even(found, plot),
-        routing=_routing_sections(found, plot),
+        summary=made(_summary(found, plot)),
+        cells=[made(_cell_section(found, cell, plot)) for cell in cells],
+        break_even=made(_break_even(found, plot)),
+        routing=made(_routing_sections(found, plot)),
         sharing=tables.sharing(found.sharing, found.names),
         sharing_caption=wording.SHARING,
+        experts=_expert_sections(found, plot),
+        balances=made([balance_report.section(each, found.names, found.look, plot) for each in found.balances]),
         trainings=[
             {"arm": found.names[arm], **training_report.section(each, plot)} for arm, each in found.trainings.items()
         ],
-        held_out=_held_out_section(found, plot),
-        trajectories=[trajectory_report.section(each, found.names, found.look, plot) for each in found.trajectories],
+        held_out=made(_held_out_section(found, plot)),
+        trajectories=made(
+            [trajectory_report.section(each, found.names, found.look, plot) for each in found.trajectories]
+        ),
         tails=tables.tails(found.tails, found.names),
         percentile_rule=latency.RULE,
         samples_beyond=latency.SAMPLES_BEYOND,
         small=tables.SMALL,
-        telemetry=_telemetry(found, plot),
+        telemetry=made(_telemetry(found, plot)),
         sweep=tables.cells(found.overview),
         rules=tables.rule_summary(found.overview),
         checks=tables.rules(found.overview),
@@ -200,6 +221,29 @@ def _routing_part(found: _Contents, cell: str, arm: str, skips: pd.DataFrame, pl
     }
 
 
+def _expert_sections(found: _Contents, plot: document.Figures) -> list[dict[str, Any]]:
+    """One a cell, with one part an arm that chose experts there."""
+    labels = {str(row.cell): wording.row_label(row) for row in found.wide.itertuples()}
+    every = found.expert_shares[found.expert_shares["domain"] == routing.ALL_DOMAINS]
+    groups = expert_shares.group_shares(found.expert_shares)
+    return [
+        {
+            "name": cell,
+            "label": labels[str(cell)],
+            "arms": [
+                {
+                    "heat": plot(expert_charts.expert_heat(part, str(arm), found.look)),
+                    "groups": plot(expert_charts.group_bars(mine, str(arm), found.look)),
+                    "table": balance_tables.group_shares(mine[mine["domain"] == routing.ALL_DOMAINS]),
+                }
+                for arm, part in of_cell.groupby("arm", sort=False)
+                for mine in [groups[(groups["cell"] == cell) & (groups["arm"] == arm)]]
+            ],
+        }
+        for cell, of_cell in every.groupby("cell", sort=False)
+    ]
+
+
 def _held_out_section(found: _Contents, plot: document.Figures) -> dict[str, Any]:
     """Quality and diagnostics; `arms` has one part an arm that decided about held-out inputs."""
     about = found.held_out
@@ -207,6 +251,9 @@ def _held_out_section(found: _Contents, plot: document.Figures) -> dict[str, Any
         "measured": about.measured,
         "sentences": about.sentences,
         "perplexity": diagnostic_tables.perplexity(about.perplexity, found.names),
+        "accuracy": diagnostic_tables.accuracy(about.accuracy, found.names),
+        "retain": diagnostic_tables.retain(about.retain, found.names),
+        "retain_rule": answers.RETAIN_RULE,
         "matched": _matched(found, plot),
         "pairs": diagnostic_tables.pairs(about.pairs, found.names),
         "eligibility": diagnostic_tables.eligibility(about.eligibility, found.names),
@@ -269,9 +316,9 @@ def _telemetry(found: _Contents, plot: document.Figures) -> int | None:
 # -- text -----------------------------------------------------------------------------------------------------------
 
 
-def render_markdown(run: Run) -> str:
+def render_markdown(run: Run, share: document.Share = document.untold) -> str:
     """The tables of the report as Markdown (GitHub's tables), without charts and prompts."""
-    found = _Contents.of(run)
+    found = _Contents.of(run, share)
     about = found.overview
     lines = [f"# {wording.markdown(about.name)}", "", wording.markdown(about.sentence), ""]
     lines += [f"> **Note:** {wording.markdown(wording.sentence(label))}\n" for label in about.labels]
@@ -298,6 +345,8 @@ def render_markdown(run: Run) -> str:
             for (cell, arm), of_arm in found.skips.groupby(["cell", "arm"], sort=False)
             for choice, shares in list(of_arm.groupby("choice", sort=False))[:1]
         ),
+        *_group_parts(found),
+        *(part for each in found.balances for part in balance_report.markdown_parts(each, found.names)),
         ("What the batch shares", tables.sharing(found.sharing, found.names), wording.SHARING),
         *_held_out_parts(found),
         *(part for each in found.trajectories for part in trajectory_report.markdown_parts(each, found.names)),
@@ -318,6 +367,15 @@ def render_markdown(run: Run) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _group_parts(found: _Contents) -> list[tuple[str, tables.Table, str]]:
+    groups = expert_shares.group_shares(found.expert_shares)
+    every = groups[groups["domain"] == routing.ALL_DOMAINS]
+    return [
+        (f"Choice of experts by group: {found.names[str(arm)]}, {cell}", balance_tables.group_shares(part), "")
+        for (cell, arm), part in every.groupby(["cell", "arm"], sort=False)
+    ]
+
+
 def _held_out_parts(found: _Contents) -> list[tuple[str, tables.Table, str]]:
     about = found.held_out
     if not about.measured:
@@ -325,6 +383,12 @@ def _held_out_parts(found: _Contents) -> list[tuple[str, tables.Table, str]]:
     said = " ".join(about.matched.sentences)
     parts = [
         ("Held-out perplexity", diagnostic_tables.perplexity(about.perplexity, found.names), ""),
+        *(
+            [("Multiple choice", diagnostic_tables.accuracy(about.accuracy, found.names), "")]
+            if not about.accuracy.empty
+            else []
+        ),
+        ("Retain", diagnostic_tables.retain(about.retain, found.names), answers.RETAIN_RULE),
         *(
             [("At the rates executed", trajectory_tables.matched(about.matched.table, found.names), said)]
             if about.matched.worth_showing
@@ -350,7 +414,7 @@ def _not_measured(found: _Contents) -> str:
     return f"Nothing was measured in {', '.join(found.unmeasured)}." if found.unmeasured else ""
 
 
-def render_csv(run: Run) -> str:
+def render_csv(run: Run, share: document.Share = document.untold) -> str:
     """`analysis.ladder.ladder` as CSV; `value_unit` says what value, low and high are in. Undefined is empty."""
     out = io.StringIO()
     _with_unit(ladder.ladder(run)).to_csv(out, index=False, lineterminator="\n")
@@ -365,13 +429,13 @@ def _with_unit(frame: pd.DataFrame) -> pd.DataFrame:
     return placed
 
 
-def render_json(run: Run) -> str:
-    """One JSON object: overview, ladder, break_even, tails, segments, sharing, trainings, held_out,
-    trajectories, rules, unsupported.
+def render_json(run: Run, share: document.Share = document.untold) -> str:
+    """One JSON object: overview, ladder, break_even, tails, segments, sharing, expert_shares, balance,
+    trainings, held_out, trajectories, rules, unsupported.
 
     Undefined is null.
     """
-    found = _Contents.of(run)
+    found = _Contents.of(run, share)
     about = found.overview
     whole = {
         "overview": {
@@ -388,14 +452,13 @@ def render_json(run: Run) -> str:
         "tails": document.records(found.tails),
         "segments": document.records(found.segments),
         "sharing": document.records(found.sharing),
+        "expert_shares": document.records(found.expert_shares),
+        "balance": [balance_report.as_json(each) for each in found.balances],
         "trainings": {arm: json.loads(training_report.render_json(each)) for arm, each in found.trainings.items()},
         "held_out": {
             "sentences": found.held_out.sentences,
             "matched": document.records(found.held_out.matched.table),
-            **{
-                name: document.records(getattr(found.held_out, name))
-                for name in ("perplexity", "pairs", "eligibility", "rates", "flips", "tracks", "confounds", "drift")
-            },
+            **{name: document.records(getattr(found.held_out, name)) for name in HELD_OUT_FRAMES},
         },
         "trajectories": [
             {
@@ -416,7 +479,7 @@ def render_json(run: Run) -> str:
 
 # -- files ----------------------------------------------------------------------------------------------------------
 
-FORMATS: dict[str, Callable[[Run], str]] = {
+FORMATS: dict[str, Callable[[Run, document.Share], str]] = {
     "html": render_html,
     "md": render_markdown,
     "csv": render_csv,
@@ -424,8 +487,8 @@ FORMATS: dict[str, Callable[[Run], str]] = {
 }
 
 
-def render(run: Run, format: str) -> str:
-    """The report in one of `FORMATS`.
+def render(run: Run, format: str, share: document.Share = document.untold) -> str:
+    """The report in one of `FORMATS`; `share` is told how much of it is made.
 
     Raises:
         InputError: there is no such format.
@@ -434,16 +497,16 @@ def render(run: Run, format: str) -> str:
     if format not in FORMATS:
         raise InputError(f"--format {format}: there is no such format; choose one of {', '.join(FORMATS)}")
     try:
-        return FORMATS[format](run)
+        return FORMATS[format](run, share)
     except duckdb.Error as error:
         raise StoreError(f"{run.path}: a table cannot be read: {error}") from error
 
 
-def write(run: Run, format: str, out: Path) -> Path:
+def write(run: Run, format: str, out: Path, share: document.Share = document.untold) -> Path:
     """Write the report to the file `out`, whole or not at all, and return its path.
 
     Raises:
         InputError: there is no such format, or `out` is a folder.
         StoreError: a table of the run cannot be read, or the file cannot be written.
     """
-    return document.write(render(run, format), out)
+    return document.write(render(run, format, share), out)

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from analysis.experts import SITE as EXPERTS
 from analysis.latency import cells
 from profiler.errors import InputError
 from profiler.records import QUALITY_CELLS, Manifest
@@ -92,11 +93,12 @@ def skip_by_layer(run: Run) -> pd.DataFrame:
         Columns `SKIP_COLUMNS`. `decisions` counts decisions (a sequence's once, however many steps it governed) and
         `rows` the token rows they governed; the shares are of all decisions and rows at that site, so they add up to
         1 over the choices of a site. Every choice in the manifest has a row, never made or not. `domain` is `all`,
-        or one domain where prompts have any.
+        or one domain where prompts have any. Where a decision takes experts there are no rows: `expert_shares`.
     """
     manifest = run.manifest
     found: pd.DataFrame = (
         _once(run)
+        .filter(duckdb.ColumnExpression("site") != duckdb.ConstantExpression(EXPERTS))
         .aggregate("arm, cell, phase, request, layer, site, choices, count(*) as decisions, sum(rows)::bigint as rows")
         .df()
     )

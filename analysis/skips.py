@@ -2,7 +2,8 @@
 
 Read from recorded gates with no knowledge of the method. A decision *skips* where nothing it chose holds parameters of
 the backbone, and a (layer, site) is a column if some choice there does and another does not. The unit is the input (a
-request): a token-level method has the share of the input's rows that skipped.
+request): a token-level method has the share of the input's rows that skipped. Experts that stand in for a layer's FFN
+take every token and leave nothing out, so their site is none (`expert_shares` has their decisions).
 
 Legend: R inputs, C columns.
 """
@@ -16,6 +17,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from analysis.experts import SITE as EXPERTS
 from profiler.errors import InputError
 from profiler.records import QUALITY_CELLS, ArmRecord
 from profiler.store import Run
@@ -95,7 +97,8 @@ def skipping_choices(arm: ArmRecord) -> dict[tuple[int, str, int], bool]:
     """(layer, site, choice) → whether it leaves the backbone's part out, for sites at which that is a choice."""
     costs: dict[tuple[int, str], dict[int, int]] = {}
     for choice in arm.choices:
-        costs.setdefault((choice.layer, choice.site), {})[choice.index] = choice.backbone_parameters
+        if choice.site != EXPERTS:
+            costs.setdefault((choice.layer, choice.site), {})[choice.index] = choice.backbone_parameters
     return {
         (*place, index): not parameters
         for place, of_choice in costs.items()

@@ -105,6 +105,16 @@ def quantity(value: Any, unit: str) -> str:
     return f"{number(value, 4)}{NBSP}{unit}"
 
 
+def size(value: Any) -> str:
+    """A number of bytes with its decimal unit: `1.54 MB`."""
+    if absent(value):
+        return ABSENT
+    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(float(value)) >= scale:
+            return f"{number(float(value) / scale)}{NBSP}{unit}"
+    return f"{number(value)}{NBSP}B"
+
+
 def _signed(text: str) -> str:
     if text.startswith("-") and not text.strip("-0.,"):
         text = text[1:]

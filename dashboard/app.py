@@ -1,6 +1,6 @@
 """The dashboard: `streamlit run dashboard/app.py -- RUNS`, where RUNS is a run folder or a folder of them.
 
-Seven pages, each with an address of its own that carries what is picked (`/ladder?run=…&cell=…`), so that a view can
+Eight pages, each with an address of its own that carries what is picked (`/ladder?run=…&cell=…`), so that a view can
 be linked to. What the pages show comes from `analysis`; nothing is computed here.
 """
 
@@ -14,6 +14,7 @@ PAGES = {
     "page_runs.py": ("Runs", "runs"),
     "page_ladder.py": ("Ladder", "ladder"),
     "page_routing.py": ("Routing", "routing"),
+    "page_balance.py": ("Balance", "balance"),
     "page_held_out.py": ("Held-out text", "held-out"),
     "page_trajectories.py": ("Trajectories", "trajectories"),
     "page_training.py": ("Training", "training"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import streamlit as st
 
-from analysis import diagnostic_charts, diagnostic_tables, trajectory_charts, trajectory_tables, wording
+from analysis import answers, diagnostic_charts, diagnostic_tables, trajectory_charts, trajectory_tables, wording
 from analysis.held_out import HeldOut
 from analysis.tracking import SHARE
 from dashboard.reading import Reading, agreement, banners, draw, held_out, listed, pick, pick_run, show
@@ -37,6 +37,14 @@ def _quality(reading: Reading, about: HeldOut) -> None:
         "scored. Intervals are 95 % bootstraps over items."
     )
     show(diagnostic_tables.perplexity(about.perplexity, reading.names), "Nothing was scored.")
+    if not about.accuracy.empty:
+        st.subheader("Multiple choice")
+        st.caption("Right: of an item's choices the reference has the largest mean log-likelihood a token.")
+        show(diagnostic_tables.accuracy(about.accuracy, reading.names), "")
+    if not about.retain.empty:
+        st.subheader("Retain")
+        st.caption(answers.RETAIN_RULE)
+        show(diagnostic_tables.retain(about.retain, reading.names), "")
     if about.matched.worth_showing:
         st.subheader("At the rates executed: every arm that skips against the first")
         for sentence in about.matched.sentences:

@@ -1,11 +1,11 @@
-"""The page of routing: each decision beside its prompt, skips by layer and domain, what the rows of a step share."""
+"""The page of routing: decisions beside prompts, skips and experts by layer and domain, what rows of a step share."""
 
 from __future__ import annotations
 
 import pandas as pd
 import streamlit as st
 
-from analysis import routing_charts, tables, wording
+from analysis import balance_tables, expert_charts, expert_shares, routing_charts, tables, wording
 from analysis.routing import Heatmap
 from dashboard.reading import Reading, banners, draw, heatmap, listed, pick, pick_run, show
 
@@ -15,31 +15,52 @@ def page() -> None:
     st.title("Routing")
     reading = pick_run(listed())
     banners(reading.overview())
-    skips = reading.results.skips
-    if skips.empty:
+    skips, chosen = reading.results.skips, reading.results.expert_shares
+    if skips.empty and chosen.empty:
         st.info("No arm of this run decided anything: nothing routes in it, or it stopped before the first decision.")
         st.stop()
     at_cell, at_arm, at_request = st.columns(3)
     labels = {str(row.cell): wording.row_label(row) for row in reading.results.wide.itertuples()}
+    decided = {*skips["cell"], *chosen["cell"]}
     with at_cell:
-        cell = pick("Cell", list(skips["cell"].unique()), "cell", labels.__getitem__)
-    in_cell = skips[skips["cell"] == cell]
+        cell = pick("Cell", [name for name in labels if name in decided], "cell", labels.__getitem__)
+    skips, chosen = skips[skips["cell"] == cell], chosen[chosen["cell"] == cell]
+    arms = {*skips["arm"], *chosen["arm"]}
     with at_arm:
-        arm = pick("Arm", list(in_cell["arm"].unique()), "arm", reading.names.__getitem__)
-    grid = heatmap(reading, arm, cell)
-    with at_request:
-        request = pick("Request", grid.requests, "request")
-    if grid.scope == "token" and request != grid.request:
-        grid = heatmap(reading, arm, cell, request)
-    _decisions(reading, grid, request)
-    _shares(reading, in_cell[in_cell["arm"] == arm], arm)
-    st.subheader("What the batch shares")
-    st.caption(wording.SHARING)
-    show(
-        tables.sharing(reading.results.sharing, reading.names),
-        "Nothing was recorded of an arm that can skip.",
-        prose=True,
+        arm = pick("Arm", [name for name in reading.names if name in arms], "arm", reading.names.__getitem__)
+    if arm in set(skips["arm"]):
+        grid = heatmap(reading, arm, cell)
+        with at_request:
+            request = pick("Request", grid.requests, "request")
+        if grid.scope == "token" and request != grid.request:
+            grid = heatmap(reading, arm, cell, request)
+        _decisions(reading, grid, request)
+        _shares(reading, skips[skips["arm"] == arm], arm)
+    if arm in set(chosen["arm"]):
+        _experts(reading, chosen[chosen["arm"] == arm], arm)
+    if not reading.results.sharing.empty:
+        st.subheader("What the batch shares")
+        st.caption(wording.SHARING)
+        show(
+            tables.sharing(reading.results.sharing, reading.names),
+            "Nothing was recorded of an arm that can skip.",
+            prose=True,
+        )
+
+
+def _experts(reading: Reading, chosen: pd.DataFrame, arm: str) -> None:
+    st.subheader("Choice of experts")
+    st.caption(
+        "A token takes several experts, so shares are of token-expert pairs. What each rank carried for it is on the "
+        "page of balance."
     )
+    domains = list(dict.fromkeys(chosen["domain"]))
+    domain = pick("Domain", domains, "domain") if len(domains) > 1 else domains[0]
+    draw(expert_charts.expert_heat(chosen[chosen["domain"] == domain], arm, reading.look), "experts")
+    groups = expert_shares.group_shares(chosen)
+    draw(expert_charts.group_bars(groups, arm, reading.look), "groups")
+    with st.expander("Shares by layer and group"):
+        show(balance_tables.group_shares(groups[groups["domain"] == domain]), "Nothing was decided.")
 
 
 def _decisions(reading: Reading, grid: Heatmap, request: str) -> None:

@@ -28,6 +28,7 @@ def page() -> None:
         for file, title in (
             ("page_ladder.py", "Its ladder"),
             ("page_routing.py", "Its routing"),
+            ("page_balance.py", "Its balance"),
             ("page_held_out.py", "Its held-out text"),
             ("page_trajectories.py", "Its trajectories"),
         ):

@@ -18,7 +18,10 @@ def page() -> None:
     cells = {arm: cells_with_paths(reading.run, arm) for arm in token_arms(reading.run)}
     arms = [arm for arm, of_arm in cells.items() if of_arm]
     if not arms:
-        st.info("No arm of this run decides for each token by itself, so no token has a path of its own through depth.")
+        st.info(
+            "No arm of this run decides for each token by itself whether a part runs, so no token has a path of "
+            "its own through depth. Which experts tokens take is on the page of routing."
+        )
         st.stop()
     at_arm, at_cell = st.columns(2)
     with at_arm:

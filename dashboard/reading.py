@@ -18,7 +18,9 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from analysis import agreement as agreements
-from analysis import charts, kernels, ladder, ladder_tables, latency, routing, wording
+from analysis import charts, expert_shares, kernels, ladder, ladder_tables, latency, routing, wording
+from analysis.balance_report import Balance
+from analysis.balance_report import balances as compute_balances
 from analysis.held_out import HeldOut
 from analysis.held_out import held_out as compute_held_out
 from analysis.overview import Overview, catalogue, overview
@@ -45,6 +47,7 @@ class Results:
     segments: pd.DataFrame
     skips: pd.DataFrame
     sharing: pd.DataFrame
+    expert_shares: pd.DataFrame
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ def _results(path: str, written_ns: int) -> Results:
         segments=kernels.segments(run),
         skips=routing.skip_by_layer(run),
         sharing=sharing(run),
+        expert_shares=expert_shares.expert_shares(run),
     )
 
 
@@ -90,6 +94,11 @@ def _top_kernels(path: str, written_ns: int, arm: str, cell: str, n: int) -> pd.
 @st.cache_data(max_entries=RUNS_HELD, show_spinner="Reading held-out decisions")
 def _held_out(path: str, written_ns: int) -> HeldOut:
     return compute_held_out(Run(path))
+
+
+@st.cache_data(max_entries=RUNS_HELD, show_spinner="Weighing what each rank carried")
+def _balances(path: str, written_ns: int) -> list[Balance]:
+    return compute_balances(Run(path))
 
 
 @st.cache_data(max_entries=32, show_spinner="Following the tokens through depth")
@@ -114,6 +123,11 @@ def top_kernels(reading: Reading, arm: str, cell: str, n: int) -> pd.DataFrame:
 def held_out(reading: Reading) -> HeldOut:
     """`analysis.held_out.held_out`, cached."""
     return _held_out(str(reading.run.path), _written_ns(reading.run))
+
+
+def balances(reading: Reading) -> list[Balance]:
+    """`analysis.balance_report.balances`, cached."""
+    return _balances(str(reading.run.path), _written_ns(reading.run))
 
 
 def trajectory(reading: Reading, arm: str, cell: str) -> Trajectory:

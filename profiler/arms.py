@@ -83,5 +83,6 @@ def describe(
         signal_starts=handle.signal_starts,
         constants=handle.constants,
         calibration=calibration,
+        parallel=handle.parallel,
         choices=handle.choices(handle.model, handle.config),
     )

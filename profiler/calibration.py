@@ -77,6 +77,7 @@ def met(
     options: dict[str, Any],
     prompts: CalibrationPrompts,
     report: Callable[[str], None] = lambda what: None,
+    share: Callable[[float], None] = lambda done: None,
 ) -> tuple[dict[str, Any], CalibrationRecord | None]:
     """An arm's options with the rate it asks for, if it does, replaced by the threshold that gives it.
 
@@ -85,6 +86,7 @@ def met(
         name, method, options: of the arm.
         prompts: not looked at where no rate is asked for.
         report: told what is being done.
+        share: told how much of it is done, at least.
 
     Raises:
         InputError: as `arms.build`; or no threshold comes near the rate.
@@ -96,7 +98,7 @@ def met(
     wanted = float(getattr(methods.configure(method, resolved, where=f"arms.{name}."), option))
     resolved = {key: value for key, value in resolved.items() if key != option}
     report(f"calibrating {name}: {option} {wanted:g}")
-    record = _search(backbone, method, resolved, option, wanted, prompts)
+    record = _search(backbone, method, resolved, option, wanted, prompts, share)
     if abs(record.achieved - wanted) > TOO_FAR:
         raise InputError(
             f"arms.{name}.{option}: no threshold was found at which {wanted:.1%} of decisions skip; the nearest, "
@@ -113,6 +115,7 @@ def _search(
     option: str,
     wanted: float,
     prompts: CalibrationPrompts,
+    share: Callable[[float], None],
 ) -> CalibrationRecord:
     low, high = 0.0, 1.0
     tried: list[tuple[float, float, float]] = []
@@ -120,22 +123,22 @@ def _search(
     decisions = 0
     while len(tried) < ROUNDS:
         tried_with = options if threshold is None else {**options, "threshold": threshold}
-        used, gates, share = _decided(backbone, method, tried_with, prompts.ids)
+        used, gates, skipped = _decided(backbone, method, tried_with, prompts.ids, _of_round(share, len(tried)))
         decisions = len(gates)
-        tried.append((abs(share - wanted), used, share))
-        if abs(share - wanted) <= TOLERANCE:
+        tried.append((abs(skipped - wanted), used, skipped))
+        if abs(skipped - wanted) <= TOLERANCE:
             break
-        low, high = (low, min(high, used)) if share > wanted else (max(low, used), high)
+        low, high = (low, min(high, used)) if skipped > wanted else (max(low, used), high)
         threshold = _between(gates, wanted)
         if not low < threshold < high:
             threshold = (low + high) / 2
         if not low < threshold < high:  # no number is left between them
             break
-    _, used, share = min(tried)
+    _, used, skipped = min(tried)
     return CalibrationRecord(
         option=option,
         wanted=wanted,
-        achieved=share,
+        achieved=skipped,
         threshold=used,
         decisions=decisions,
         prompts=len(prompts.ids),
@@ -143,6 +146,11 @@ def _search(
         rounds=len(tried),
         held_out=prompts.held_out,
     )
+
+
+def _of_round(share: Callable[[float], None], before: int) -> Callable[[float], None]:
+    """What a round tells its own share to."""
+    return lambda part: share((before + part) / ROUNDS)
 
 
 def _between(gates: NDArray[np.float64], share: float) -> float:
@@ -153,7 +161,11 @@ def _between(gates: NDArray[np.float64], share: float) -> float:
 
 
 def _decided(
-    backbone: PreTrainedModel, method: str, options: dict[str, Any], prompts: Iterable[Sequence[int]]
+    backbone: PreTrainedModel,
+    method: str,
+    options: dict[str, Any],
+    prompts: Sequence[Sequence[int]],
+    share: Callable[[float], None],
 ) -> tuple[float, NDArray[np.float64], float]:
     """The threshold an arm decides by, its gates on the prompts, and the share of decisions that skip."""
     handle = tree(backbone, method, methods.configure(method, options))
@@ -161,7 +173,8 @@ def _decided(
     steps: list[StepData] = []
     handle.recorder.mode, handle.recorder.sink = "record", steps.append
     with torch.no_grad():
-        for ids in prompts:
+        for number, ids in enumerate(prompts):
+            share(number / len(prompts))
             handle.model(input_ids=torch.tensor([ids], device=backbone.device), use_cache=False, logits_to_keep=1)
     idle = _skipping(handle.choices(handle.model, handle.config))
     made = [decision for data in steps for decision in data.decisions]

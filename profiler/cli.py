@@ -102,6 +102,7 @@ def run(
             found = estimate.estimate(resolved)
         _emit(found.as_json(), found.lines(), as_json, console)
         return
+    from profiler import ranks
     from profiler import run as running
     from profiler.progress import Bar
 
@@ -112,6 +113,10 @@ def run(
             folder = study.run(resolved, out, resume=resume, progress=bar)
         _show_study(folder, as_json, console)
         return
+    if not ranks.leading():  # the first of several processes speaks for all
+        with _naming(spec):
+            running.run(resolved, out, resume=resume)
+        return
     with _naming(spec), Bar(console) as bar:
         folder = running.run(resolved, out, resume=resume, progress=bar)
     _show(folder, as_json, console)
@@ -119,10 +124,13 @@ def run(
 
 def _show(folder: Path, as_json: bool, console: Console) -> None:
     from analysis import report, terminal
+    from profiler.progress import Bar
     from profiler.store import Run
 
     opened = Run(folder)
-    page = report.write(opened, "html", _beside(folder, ".html"))
+    with Bar(console) as bar:
+        bar.say("report")
+        page = report.write(opened, "html", _beside(folder, ".html"), bar.part)
     for part in terminal.render(opened):
         console.print(part)
     console.print(f"run folder  {folder}")
@@ -250,6 +258,7 @@ def report(
     """Write a report of a run, a training or a study: self-contained HTML, Markdown, CSV or JSON."""
     from analysis import document, study_report, training, training_report
     from analysis import report as reports
+    from profiler.progress import Bar
     from profiler.store import MANIFEST, Run
     from profiler.study_folder import Study, is_study
 
@@ -258,7 +267,8 @@ def report(
     elif training.is_training(run) and not (run / MANIFEST).exists():
         text = training_report.render(run, format)
     else:
-        text = reports.render(Run(run), format)
+        with Bar(_console()) as bar:
+            text = reports.render(Run(run), format, bar.part)
     if out is not None and str(out) == "-":
         sys.stdout.write(f"{text.removesuffix(chr(10))}\n")
         return

@@ -36,6 +36,10 @@ class RuleError(GatewiseError):
     """A rule of honest measurement failed during a run (rows ≠ gates, open ≠ twin, ...). Exit code 1."""
 
 
+class RankError(GatewiseError):
+    """Another rank of the run is gone, stopped, or does not answer. Exit code 1."""
+
+
 class GateFailed(GatewiseError):
     """A threshold the user asked to enforce was crossed. Exit code 3."""
 

@@ -48,6 +48,11 @@ def evaluate(
     spec = loading.load(of.path / SPEC if of is not None else source, overrides)
     if of is not None:
         spec = _as_calibrated(spec, of)
+    if spec.train is not None:
+        raise InputError(
+            f"evaluate {source}: its checkpoints are trained first; run the study, which scores every seed, and "
+            "evaluate a seed's own run (seed-N/run in the study's folder) to score it on something else"
+        )
     if spec.quality is None:
         spec = spec.model_copy(update={"quality": QualitySpec()})
     if of is not None:

@@ -8,12 +8,16 @@ and drift of the machine falls on all of them.
 A repeat's steps are checked and handed to the writer only when the repeat is over, and the writer has taken them
 before the next begins: nothing but the steps runs while steps are timed.
 
+Ranks of one run go through the same steps together: each starts when all are there, the order is drawn from one seed,
+a step took as long as its slowest rank, and rank 0 says when the cell ends.
+
 Not here: the traced pass (`traced`), what is recorded (`recorder`), tables (`stepdata`), intervals (`intervals`).
 """
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import math
 import time
 from collections import defaultdict
@@ -31,9 +35,20 @@ from profiler import methods
 from profiler.arms import Arm
 from profiler.execution.sequences import RowView
 from profiler.intervals import Interval, ratio_of_medians
+from profiler.ranks import Ranks
 from profiler.recorder import StepData
 from profiler.records import RECORDER_COST, CellRecord, RuleRecord
-from profiler.stepdata import Place, decision_rows, digest, executed_as_decided, segment_rows
+from profiler.stepdata import (
+    Place,
+    decision_rows,
+    digest,
+    divided,
+    divided_as_decided,
+    entered_by_all,
+    executed_as_decided,
+    segment_rows,
+    tally,
+)
 from profiler.writer import Rows, RunWriter
 
 Pass = Literal["bare", "instrumented"]
@@ -76,6 +91,11 @@ class CellInputs:
         """`[B, length + new_tokens]`: prompt and continuation, for arms that keep no cache."""
         return self.ids_BT if self.continuation_BN is None else torch.cat([self.ids_BT, self.continuation_BN], dim=1)
 
+    def of(self, rows: slice) -> CellInputs:
+        """These rows of the batch."""
+        continuation_BN = None if self.continuation_BN is None else self.continuation_BN[rows]
+        return CellInputs(self.cell, self.ids_BT[rows], continuation_BN, self.requests[rows])
+
 
 @dataclass
 class Unit:
@@ -107,11 +127,13 @@ class Limits:
 class Outcome:
     """What a measured cell leaves beside its tables.
 
-    `twin_medians_ns`: the median bare step of each repeat, in order, of each arm that has no twin itself.
+    `twin_medians_ns`: the median bare step of each repeat, in order, of each arm that has no twin itself. `loads`: arm
+    → recorded steps in order, each with its number and the tokens that entered every (layer, expert) on all ranks.
     """
 
     rules: list[RuleRecord]
     twin_medians_ns: dict[str, list[float]]
+    loads: dict[str, list[tuple[int, dict[tuple[int, int], int]]]]
 
 
 @dataclass(frozen=True)
@@ -177,6 +199,7 @@ class CellRun:
         index: the cell's place in the run, from which step ids are made.
         between: called between repeats, outside timed steps (contention marks, progress); its argument is the
             share of the cell done, between 0 and 1.
+        ranks: those that go through the cell together; None for one process.
     """
 
     def __init__(
@@ -187,9 +210,10 @@ class CellRun:
         writer: RunWriter,
         index: int,
         between: Callable[[float], None] = lambda share: None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.inputs, self.arms, self.limits, self.writer = inputs, arms, limits, writer
-        self.between = between
+        self.between, self.ranks = between, ranks or Ranks()
         self._order = np.random.default_rng([limits.seed, index])
         self._next_step = index * STEPS_PER_CELL
         self._device = inputs.ids_BT.device
@@ -202,6 +226,8 @@ class CellRun:
         self._changed: dict[str, int] = defaultdict(int)
         self._dropped: dict[str, int] = defaultdict(int)
         self._lost = 0
+        self._loads: dict[str, list[tuple[int, dict[tuple[int, int], int]]]] = defaultdict(list)
+        self._said: dict[tuple[str, int], Tensor] = {}
         self._look_at = max(limits.min_repeats, REPEATS_FOR_INTERVAL)
         self._last: StepData | None = None
 
@@ -215,7 +241,9 @@ class CellRun:
         with torch.no_grad(), self._labelled(), undisturbed():
             self._fill_caches(units)
             warmed = 0
-            while warmed < limits.warmup and time.monotonic() - began < WARMUP_SHARE * limits.budget_s:
+            while (
+                warmed < limits.warmup and self.ranks.agree(time.monotonic() - began) < WARMUP_SHARE * limits.budget_s
+            ):
                 self._record(self._repeat(units, warmed), warmup=True)
                 self.between(0.0)
                 warmed += 1
@@ -225,8 +253,9 @@ class CellRun:
                 cell.repeats += 1
                 spent = time.monotonic() - began
                 self.between(min(1.0, max(cell.repeats / limits.max_repeats, spent / limits.budget_s)))
-                cell.stopped = self._stop(cell.repeats, warmed, spent)
-        return Outcome(self._rules(), self._twin_medians())
+                cell.stopped = self._stop(cell.repeats, warmed, self.ranks.agree(spent))
+        cell.outputs = self._outputs()
+        return Outcome(self._rules(), self._twin_medians(), dict(self._loads))
 
     def _stop(self, repeats: int, warmed: int, spent: float) -> str | None:
         limits = self.limits
@@ -286,15 +315,18 @@ class CellRun:
         self._last = None
         if unit.what == "instrumented":
             recorder.mode, recorder.sink = "record", self._keep
+        self.ranks.wait()
         synchronise(self._device)
         began = time.perf_counter_ns()
         if self.inputs.continuation_BN is None:
-            prefill(handle, self.inputs)
+            out = prefill(handle, self.inputs)
         else:
-            decode(handle, self.inputs, unit.cache, index)
+            out = decode(handle, self.inputs, unit.cache, index)
         synchronise(self._device)
         wall_ns = time.perf_counter_ns() - began
         recorder.mode, recorder.sink = "off", None
+        if unit.what == "bare" and (unit.arm.name, index) not in self._said:
+            self._said[unit.arm.name, index] = out.logits[:, -1].argmax(-1)
         sequences = handle.tracker.current
         assert sequences is not None
         number, self._next_step = self._next_step, self._next_step + 1
@@ -305,7 +337,7 @@ class CellRun:
 
     def _record(self, steps: Sequence[_Step], *, warmup: bool) -> None:
         """Check a repeat's steps and hand their rows to the writer, all or none."""
-        cell = self.inputs.cell
+        cell, counts = self.inputs.cell, self.ranks.counts
         found = [
             Rows(
                 "steps",
@@ -318,23 +350,38 @@ class CellRun:
                     "step": [step.number for step in steps],
                     "index": [step.index for step in steps],
                     "phase": cell.phase,
-                    "rows": [step.view.rows for step in steps],
-                    "context": [step.view.context for step in steps],
+                    "rows": [step.view.rows if counts else 0 for step in steps],
+                    "context": [step.view.context if counts else 0 for step in steps],
                     "wall_ns": [step.wall_ns for step in steps],
                     "device_ns": [step.data.device_ns if step.data else None for step in steps],
                 },
             )
         ]
-        for step in () if warmup else steps:
-            self._ns[step.what][step.arm.name][step.repeat, step.index] = step.wall_ns
-            if step.data is not None:
-                found += self._check(step, step.data)
+        if not warmup:
+            slowest = np.max(self.ranks.gather([step.wall_ns for step in steps]), axis=0).tolist()
+            for step, wall_ns in zip(steps, slowest, strict=True):
+                self._ns[step.what][step.arm.name][step.repeat, step.index] = wall_ns
+            self._check_experts([step for step in steps if divided(step.arm.record)])
+            found += [row for step in steps if step.data is not None for row in self._check(step, step.data)]
         if not self.writer.submit(lambda: found, dropped_as="repeats"):
             self._lost += 1
 
+    def _check_experts(self, steps: Sequence[_Step]) -> None:
+        """Rule 1 of experts that several ranks share, of a repeat's instrumented steps; rank 0 tells what is wrong."""
+        seen = [(step, step.data) for step in steps if step.data is not None]
+        if not seen:
+            return
+        ranks = self.ranks.gather([tally(data, step.arm.record) for step, data in seen])
+        for (step, _), *tallies in zip(seen, *ranks, strict=True):
+            if (step.arm.name, step.index) not in self._digests:
+                self._loads[step.arm.name].append((step.number, entered_by_all(tallies)))
+            if self.ranks.leads:
+                self._problems[step.arm.name] += divided_as_decided(tallies, step.arm.record)
+
     def _check(self, step: _Step, data: StepData) -> list[Rows]:
         """Check one instrumented step; its decisions and rows are written once per cell, and compared from then on."""
-        arm, place = step.arm, Place(self.inputs.cell.name, step.number)
+        arm = step.arm
+        place = Place(self.inputs.cell.name, step.number, self.ranks.rank, self.ranks.alike)
         self._watched[arm.name] += 1
         self._dropped[arm.name] += data.dropped
         self._problems[arm.name] += executed_as_decided(data, arm.record)
@@ -348,6 +395,21 @@ class CellRun:
         return found
 
     # -- what came out ----------------------------------------------------------------------------
+
+    def _outputs(self) -> dict[str, str]:
+        """Of each arm, the hash of the likeliest tokens after every step, `[steps, B]`."""
+        mine = [self._said[arm.name, index].tolist() for arm in self.arms for index in range(self.inputs.steps)]
+        whole = iter(self._of_the_batch(mine))
+        return {
+            arm.name: hashlib.sha256(repr([next(whole) for _ in range(self.inputs.steps)]).encode()).hexdigest()
+            for arm in self.arms
+        }
+
+    def _of_the_batch(self, mine: list[list[int]]) -> list[list[int]]:
+        """A token a batch row from those of this rank's rows."""
+        if self.ranks.alike:
+            return mine
+        return [[token for part in parts for token in part] for parts in zip(*self.ranks.gather(mine), strict=True)]
 
     def _ratios(self) -> list[Interval]:
         """Arm ÷ twin of bare step times, paired by (repeat, index), for every arm that has a twin."""
@@ -369,6 +431,15 @@ class CellRun:
         return found
 
     def _rules(self) -> list[RuleRecord]:
+        """Every rank's outcomes as one: what differed or was dropped anywhere did."""
+        mine = (self._problems, self._changed, self._dropped, self._lost)
+        others = [each for rank, each in enumerate(self.ranks.gather(mine)) if rank != self.ranks.rank]
+        for problems, changed, dropped, lost in others:
+            self._lost += lost
+            for arm in self.arms:
+                self._problems[arm.name] += problems[arm.name]
+                self._changed[arm.name] += changed[arm.name]
+                self._dropped[arm.name] += dropped[arm.name]
         return [rule(arm) for arm in self.arms for rule in (self._rule_1, self._rule_6, self._rule_14)]
 
     def _rule_1(self, arm: Arm) -> RuleRecord:

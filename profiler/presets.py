@@ -64,6 +64,13 @@ def _rotary(theta: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
+def _experts(model_type: str, name: str, parameters: int, what: str, **settings: Any) -> Preset:
+    """A small mixture-of-experts model: 4 layers of width 64 with 8 experts, 2 a token."""
+    shape = _shape(vocab=SIZE, hidden=64, ffn=96, layers=4, heads=4, kv_heads=2, context=2048, tied=False)
+    given = shape | _rotary(10_000.0) | {"num_experts_per_tok": 2} | settings
+    return Preset(name, model_type, parameters, f"{what}, small: 4 layers of width 64, 2 of 8 experts a token", given)
+
+
 _LLAMA_3_1_ROTARY: dict[str, Any] = {
     "rope_parameters": {
         "rope_type": "llama3",
@@ -138,6 +145,47 @@ PRESETS: dict[str, Preset] = {
             _shape(vocab=102_400, hidden=1024, ffn=6144, layers=15, heads=16, kv_heads=16, context=4096, tied=False)
             | _latent(kv_rank=512, nope=128, rope=64, value=128)
             | _rotary(10_000.0),
+        ),
+        _experts("mixtral", "mixtral-tiny", 674_752, "Mixtral's form", num_local_experts=8),
+        _experts(
+            "qwen2_moe",
+            "qwen2-moe-tiny",
+            528_064,
+            "Qwen2-MoE's form, a gated shared expert",
+            num_experts=8,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+            mlp_only_layers=[],
+        ),
+        _experts(
+            "qwen3_moe",
+            "qwen3-moe-tiny",
+            478_272,
+            "Qwen3-MoE's form, weights that add up to 1",
+            num_experts=8,
+            moe_intermediate_size=64,
+            head_dim=16,
+            norm_topk_prob=True,
+            mlp_only_layers=[],
+        ),
+        _experts("olmoe", "olmoe-tiny", 675_136, "OLMoE's form", num_experts=8),
+        _experts(
+            "deepseek_v3",
+            "deepseek-v3-tiny",
+            449_216,
+            "DeepSeek-V3's form, latent attention, 2 groups of experts, 1 shared, layer 0 dense",
+            num_key_value_heads=4,
+            q_lora_rank=32,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+            moe_intermediate_size=64,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
         ),
     )
 }

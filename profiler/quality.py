@@ -11,6 +11,9 @@ from no token to come, decides alike in both.
 Items go through one at a time, so no company and no padding can matter. Prompt and continuation are tokenised apart:
 the boundary between them is then exact, whatever a tokenizer would merge across it.
 
+Where a prompt has choices, each is scored like a continuation, from gates that saw the prompt alone, and the arm takes
+the one with the largest mean log p a token; lengths differ, and a sum would favour the short.
+
 Not here: going through all items and arms of a run (`quality_pass`), intervals and comparisons (`analysis.quality`),
 free-running generation and its accuracy.
 """
@@ -18,8 +21,8 @@ free-running generation and its accuracy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -43,7 +46,8 @@ Encode = Callable[[str], list[int]]
 class Item:
     """One item. `prefix` is what gates may see, `continuation` what is scored; both hold at least one token.
 
-    `referenced`: the continuation is the prompt's reference, not its own second half.
+    `referenced`: the continuation is the prompt's reference, not its own second half. `choices`: token ids of the
+    answers to choose from, none cut, `right` the reference's place among them; empty where the prompt has none.
     """
 
     id: str
@@ -52,6 +56,8 @@ class Item:
     continuation: tuple[int, ...]
     text: str
     referenced: bool = False
+    choices: tuple[tuple[int, ...], ...] = ()
+    right: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,13 @@ def load_items(spec: QualitySpec, encode: Encode, positions: int | None) -> list
     Raises:
         InputError: the file or domains are wrong, an item has fewer than two tokens, or one is longer than the model.
     """
-    items = [_item(prompt, encode, spec.max_tokens) for prompt in load_prompts(spec)]
+    asked = "multiple_choice" in spec.tasks
+    items = [_item(prompt, encode, spec.max_tokens, asked) for prompt in load_prompts(spec)]
+    if asked and not any(item.choices for item in items):
+        raise InputError(
+            f"quality.tasks: multiple_choice needs prompts with 'choices', and none of the {len(items)} items of "
+            f"{spec.source} that fit whole into max_tokens ({spec.max_tokens}) has any"
+        )
     longest = max(items, key=lambda item: len(item.prefix) + len(item.continuation))
     reach = len(longest.prefix) + len(longest.continuation)
     if positions is not None and reach > positions:
@@ -90,11 +102,12 @@ def load_items(spec: QualitySpec, encode: Encode, positions: int | None) -> list
     return items
 
 
-def _item(prompt: Prompt, encode: Encode, most: int) -> Item:
+def _item(prompt: Prompt, encode: Encode, most: int, choices: bool) -> Item:
     ids = lead(prompt.text, most, encode)[1]
     after = lead(JOINT + prompt.reference, most, encode)[1] if prompt.reference is not None else []
     if ids and after and len(ids) < most:
-        return Item(prompt.id, prompt.domain, tuple(ids), tuple(after[: most - len(ids)]), prompt.text, True)
+        item = Item(prompt.id, prompt.domain, tuple(ids), tuple(after[: most - len(ids)]), prompt.text, True)
+        return _with_choices(item, prompt, encode, most) if choices and prompt.choices else item
     ids = ids[:most]
     if len(ids) < 2:
         raise InputError(
@@ -103,6 +116,24 @@ def _item(prompt: Prompt, encode: Encode, most: int) -> Item:
         )
     half = len(ids) // 2
     return Item(prompt.id, prompt.domain, tuple(ids[:half]), tuple(ids[half:]), prompt.text)
+
+
+def _with_choices(item: Item, prompt: Prompt, encode: Encode, most: int) -> Item:
+    """The item with its choices; without them where one would have to be cut, or two are the same tokens."""
+    choices = tuple(tuple(lead(JOINT + text, most, encode)[1]) for text in prompt.choices)
+    if len(item.prefix) + max(map(len, choices)) > most or len(set(choices)) < len(choices):
+        return item
+    return replace(item, choices=choices, right=prompt.choices.index(prompt.reference or ""))
+
+
+def choose(handle: methods.Method, item: Item, mode: Mode) -> list[Scored]:
+    """Every choice of an item, scored as `score` does a continuation."""
+    return [score(handle, replace(item, continuation=choice), mode) for choice in item.choices]
+
+
+def likeliest(scored: Sequence[Scored]) -> int:
+    """The choice with the least −log p a token; of equal ones the first."""
+    return int(np.argmin([each.nll / len(each.nll_N) for each in scored]))
 
 
 def score(handle: methods.Method, item: Item, mode: Mode) -> Scored:

@@ -1,9 +1,9 @@
 """The quality pass of a run: every arm scores every item, its decisions recorded and checked like those of any step.
 
-Tables written, under the cells `records.QUALITY_CELLS` names: `scores`, `token_scores` and `quality`, and `steps`,
-`gates`, signals, `rows`, `prompts` and `tokens` of the scoring steps, which hold decisions about many more inputs than
-a timed cell does. Their wall times are recorded and mean nothing: arms are not interleaved here, and every step is
-instrumented.
+Tables written, under the cells `records.QUALITY_CELLS` names: `scores`, `token_scores`, `choice_scores` and `quality`,
+and `steps`, `gates`, signals, `rows`, `prompts` and `tokens` of the scoring steps, which hold decisions about many more
+inputs than a timed cell does. Their wall times are recorded and mean nothing: arms are not interleaved here, and every
+step is instrumented.
 
 Not here: what an item is and how it is scored (`quality`).
 """
@@ -22,13 +22,15 @@ from profiler.arms import Arm
 from profiler.errors import InputError
 from profiler.inputs import mean_token_rank
 from profiler.measure import STEPS_PER_CELL
-from profiler.quality import Item, Mode, Scored, perplexity, score
+from profiler.quality import Item, Mode, Scored, choose, likeliest, perplexity, score
 from profiler.recorder import StepData
 from profiler.records import QUALITY_CELLS, QUALITY_MODES, ArmRecord, QualityRecord, RuleRecord
 from profiler.stepdata import Place, decision_rows, digest, executed_as_decided
 from profiler.writer import RunWriter
 
 TASK, METRIC = "perplexity", "perplexity"
+#: Whether the reference is the likeliest of an item's choices.
+CHOICE, ACCURACY = "multiple_choice", "accuracy"
 #: `domain` of the rows of table `quality` that are over all items.
 ALL_DOMAINS = "all"
 
@@ -119,13 +121,47 @@ class QualityRun:
                 handle.release(item.id)
                 self._take(found, arm.record, cell, mode, step, checked)
                 step += len(found)
-                self._done += 1
-                self.at(self._done / (len(self.items) * len(self.arms) * len(self.modes)))
+                self._tell()
         finally:
             handle.recorder.mode, handle.recorder.sink = "off", None
             handle.tracker.name(None)
         self._write_scores(arm.name, mode, scored)
+        self._choose(arm, mode)
         return list(_rules(arm.record, cell, mode, checked))
+
+    def _tell(self) -> None:
+        self._done += 1
+        units = len(self.items) + sum(bool(item.choices) for item in self.items)
+        self.at(self._done / (units * len(self.arms) * len(self.modes)))
+
+    def _choose(self, arm: Arm, mode: Mode) -> None:
+        """Score the choices of the items that have some, unrecorded: what the gates saw of the prompt is the same."""
+        chosen, handle = [item for item in self.items if item.choices], arm.bare
+        right: list[bool] = []
+        try:
+            for item in chosen:
+                handle.tracker.name([item.id])
+                scored = [_finite(each, arm.name, item) for each in choose(handle, item, mode)]
+                handle.release(item.id)
+                right.append(likeliest(scored) == item.right)
+                columns: dict[str, Any] = {
+                    "arm": arm.name, "item": item.id, "domain": item.domain, "mode": QUALITY_MODES[mode],
+                    "choice": list(range(len(scored))), "nll": [each.nll for each in scored],
+                    "tokens": [len(each.nll_N) for each in scored],
+                    "right": [place == item.right for place in range(len(scored))],
+                }  # fmt: skip
+                self.writer.append("choice_scores", columns, cell=QUALITY_CELLS[mode])
+                self.writer.drain()
+                self._tell()
+        finally:
+            handle.tracker.name(None)
+        for domain in (ALL_DOMAINS, *dict.fromkeys(item.domain for item in chosen)) if chosen else ():
+            among = [hit for hit, item in zip(right, chosen, strict=True) if domain in (ALL_DOMAINS, item.domain)]
+            columns = {
+                "arm": [arm.name], "task": CHOICE, "domain": domain, "metric": ACCURACY,
+                "value": sum(among) / len(among), "denominator": len(among), "mode": QUALITY_MODES[mode],
+            }  # fmt: skip
+            self.writer.append("quality", columns, cell=QUALITY_CELLS[mode])
 
     def _take(
         self, found: Sequence[StepData], arm: ArmRecord, cell: str, mode: Mode, step: int, checked: _Checked

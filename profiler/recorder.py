@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -49,11 +49,16 @@ class Probe:
 
 @dataclass(frozen=True)
 class SpanSite:
-    """A module whose forward is one segment of one layer."""
+    """A module whose forward is one segment of one layer.
+
+    `traced_only` marks segments that are named ranges of a trace but too small and too many to be timed in every
+    recorded step: what timing them costs is of the order of what it would show.
+    """
 
     module: nn.Module
     segment: str
     layer: int
+    traced_only: bool = False
 
 
 class Recordable(Protocol):
@@ -68,8 +73,7 @@ class Recordable(Protocol):
     def kv_bytes(self, output: Any) -> tuple[int, int] | None: ...
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """The decisions of one `gate` call: N of them, at one site of one layer. Arrays are `[N]`.
 
     Where a decision takes several choices at once, `choice` and `weights` are `[N, K]`; a choice of -1 is none.
@@ -93,9 +97,33 @@ class Count:
     context_full: int = 0
 
 
+class Traffic(NamedTuple):
+    """Token rows this rank sent in one all-to-all: `tokens_R` to each rank, itself included, `row_bytes` each.
+
+    `direction`: "dispatch", or "combine" for results on their way back.
+    """
+
+    layer: int
+    direction: str
+    tokens_R: list[int]
+    row_bytes: int
+
+
+class Exchange(NamedTuple):
+    """This rank's time in one collective; `start_ns` is of its own monotonic clock."""
+
+    layer: int
+    operation: str
+    start_ns: int
+    dur_ns: int
+
+
 @dataclass
 class StepData:
-    """Everything recorded in one step, on the host."""
+    """Everything recorded in one step, on the host.
+
+    `width_ns`: (layer, width of experts) → time of their products, which is part of `segment_ns`.
+    """
 
     sequences: Sequences
     phase: str
@@ -106,6 +134,13 @@ class StepData:
     device_ns: int | None
     kv: tuple[int, int] | None
     dropped: int = 0
+    traffic: list[Traffic] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+    width_ns: dict[tuple[int, int], int] = field(default_factory=dict)
+
+
+#: Segment, layer, and of which part of it (a width) where that is told apart, else None.
+_Segment = tuple[str, int, int | None]
 
 
 class _CpuClock:
@@ -115,20 +150,26 @@ class _CpuClock:
     """
 
     def __init__(self) -> None:
-        self._marks: list[tuple[int, tuple[str, int] | None]] = []
+        self._marks: list[tuple[int, _Segment | None]] = []
 
     def start(self) -> None:
         self._marks = []
 
-    def push(self, segment: str, layer: int) -> None:
-        self._marks.append((time.perf_counter_ns(), (segment, layer)))
+    def moment(self) -> int:
+        return time.perf_counter_ns()
+
+    def ns_of(self, moment: int, began_ns: int) -> int:
+        return moment
+
+    def push(self, segment: _Segment) -> None:
+        self._marks.append((time.perf_counter_ns(), segment))
 
     def pop(self) -> None:
         self._marks.append((time.perf_counter_ns(), None))
 
-    def finish(self) -> tuple[dict[tuple[str, int], int], int | None]:
-        spent: dict[tuple[str, int], int] = {}
-        stack: list[tuple[str, int]] = []
+    def finish(self) -> tuple[dict[_Segment, int], int | None]:
+        spent: dict[_Segment, int] = {}
+        stack: list[_Segment] = []
         last = 0
         for now, opened in self._marks:
             if stack:
@@ -145,31 +186,37 @@ class _CudaClock:
     """The same from CUDA events on the current stream; read only after the step has been synchronised."""
 
     def __init__(self) -> None:
-        self._marks: list[tuple[torch.cuda.Event, tuple[str, int] | None]] = []
-        self._stack: list[tuple[str, int]] = []
+        self._marks: list[tuple[torch.cuda.Event, _Segment | None]] = []
+        self._stack: list[_Segment] = []
 
     def start(self) -> None:
         self._marks, self._stack = [], []
         self._mark(None)
 
-    def _mark(self, owner: tuple[str, int] | None) -> None:
+    def moment(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        self._marks.append((event, owner))
+        return event
 
-    def push(self, segment: str, layer: int) -> None:
-        self._stack.append((segment, layer))
+    def ns_of(self, moment: torch.cuda.Event, began_ns: int) -> int:
+        return began_ns + round(float(self._marks[0][0].elapsed_time(moment)) * 1e6)
+
+    def _mark(self, owner: _Segment | None) -> None:
+        self._marks.append((self.moment(), owner))
+
+    def push(self, segment: _Segment) -> None:
+        self._stack.append(segment)
         self._mark(self._stack[-1])
 
     def pop(self) -> None:
         self._stack.pop()
         self._mark(self._stack[-1] if self._stack else None)
 
-    def finish(self) -> tuple[dict[tuple[str, int], int], int | None]:
+    def finish(self) -> tuple[dict[_Segment, int], int | None]:
         self._mark(None)
         last = self._marks[-1][0]
         last.synchronize()
-        spent: dict[tuple[str, int], int] = {}
+        spent: dict[_Segment, int] = {}
         for (event, owner), (following, _) in zip(self._marks, self._marks[1:], strict=False):
             if owner is not None:
                 spent[owner] = spent.get(owner, 0) + round(event.elapsed_time(following) * 1e6)
@@ -250,6 +297,8 @@ class Recorder:
     _dropped: int = 0
     _counts: dict[tuple[int, str, int], Count] = field(default_factory=dict)
     _late: list[tuple[tuple[int, str, int], Tensor]] = field(default_factory=list)
+    _traffic: list[Traffic] = field(default_factory=list)
+    _exchanges: list[tuple[int, str, Any, Any]] = field(default_factory=list)
     _view: RowView | None = None
     _clock: _CpuClock | _CudaClock | None = None
     _began_ns: int = 0
@@ -338,11 +387,32 @@ class Recorder:
         finally:
             self._view = before
 
-    def span(self, segment: str, layer: int) -> AbstractContextManager[Any]:
-        """A context in which time belongs to `segment` of `layer`."""
+    def span(self, segment: str, layer: int, part: int | None = None) -> AbstractContextManager[Any]:
+        """A context in which time belongs to `segment` of `layer`; `part`: the width of the experts that run."""
         if not self._open:
             return _NOTHING
-        return _Span(self, segment, layer)
+        return _Span(self, (segment, layer, part))
+
+    @contextmanager
+    def exchange(self, layer: int, operation: str) -> Iterator[None]:
+        """A context around one collective: its time, and segment `exchange` of `layer`."""
+        if not self._open:
+            yield
+            return
+        clock = self._clock
+        began = clock.moment() if clock is not None else None
+        self._push(("exchange", layer, None))
+        try:
+            yield
+        finally:
+            self._pop()
+            if clock is not None:
+                self._exchanges.append((layer, operation, began, clock.moment()))
+
+    def sent(self, layer: int, direction: str, tokens_R: list[int], row_bytes: int) -> None:
+        """Record an all-to-all this rank takes part in; see `Traffic`."""
+        if self.recording:
+            self._traffic.append(Traffic(layer, direction, tokens_R, row_bytes))
 
     # -- attaching --------------------------------------------------------------------------------
 
@@ -359,7 +429,7 @@ class Recorder:
         self._device = next(root.parameters()).device
         self._handles.append(root.register_forward_pre_hook(self._begin, prepend=True))
         for site in subject.spans():
-            self._watch(site.module, partial(self._timed, site.segment, site.layer))
+            self._watch(site.module, partial(self._timed, (site.segment, site.layer, None), site.traced_only))
         for probe in subject.probes():
             self._watch(probe.module, partial(self._counted, (probe.layer, probe.site, probe.choice), probe.whole))
         self._handles.append(root.register_forward_hook(self._end, always_call=True))
@@ -379,10 +449,12 @@ class Recorder:
         self._watched.append((module, module.__dict__.get("forward")))
         module.forward = partial(around, module.forward)
 
-    def _timed(self, segment: str, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._open:
+    def _timed(
+        self, segment: _Segment, traced_only: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if not self._open or (traced_only and self._clock is not None):
             return forward(*args, **kwargs)
-        self._push(segment, layer)
+        self._push(segment)
         try:
             return forward(*args, **kwargs)
         finally:
@@ -417,11 +489,11 @@ class Recorder:
 
     # -- one step ---------------------------------------------------------------------------------
 
-    def _push(self, segment: str, layer: int) -> None:
+    def _push(self, segment: _Segment) -> None:
         if self._clock is not None:
-            self._clock.push(segment, layer)
+            self._clock.push(segment)
         else:
-            entered = torch.profiler.record_function(f"gatewise/{segment}/{layer}")
+            entered = torch.profiler.record_function(f"gatewise/{segment[0]}/{segment[1]}")
             entered.__enter__()
             self._range.append(entered)
 
@@ -437,7 +509,7 @@ class Recorder:
             return
         self._slots, self._filled, self._counts, self._view, self._dropped = [], 0, {}, None, 0
         self._held = 0
-        self._late, self._range = [], []
+        self._late, self._range, self._traffic, self._exchanges = [], [], [], []
         if self.mode == "trace":
             self._clock = None
             step = torch.profiler.record_function(self.label or "gatewise.step/0/unnamed")
@@ -461,11 +533,21 @@ class Recorder:
             return
         decisions = self._decisions()
         self._count_late()
-        segment_ns, device_ns = self._clock.finish()
+        spent, device_ns = self._clock.finish()
         wall_ns = time.perf_counter_ns() - self._began_ns
         if self.sink is None or self._subject is None:
             return
-        sequences = self._sequences()
+        sequences, clock = self._sequences(), cast(Any, self._clock)
+        segment_ns: dict[tuple[str, int], int] = {}
+        width_ns: dict[tuple[int, int], int] = {}
+        for (segment, layer, part), ns in spent.items():
+            segment_ns[segment, layer] = segment_ns.get((segment, layer), 0) + ns
+            if part is not None:
+                width_ns[layer, part] = ns
+        exchanges = []
+        for layer, operation, began, ended in self._exchanges:
+            start_ns = clock.ns_of(began, self._began_ns)
+            exchanges.append(Exchange(layer, operation, start_ns, clock.ns_of(ended, self._began_ns) - start_ns))
         self.sink(
             StepData(
                 sequences=sequences,
@@ -477,6 +559,9 @@ class Recorder:
                 device_ns=device_ns,
                 kv=self._subject.kv_bytes(output),
                 dropped=self._dropped,
+                traffic=self._traffic,
+                exchanges=exchanges,
+                width_ns=width_ns,
             )
         )
 
@@ -501,13 +586,13 @@ class Recorder:
 class _Span:
     """An open segment. Reusable objects are not needed: a step has a few hundred at most."""
 
-    __slots__ = ("_layer", "_recorder", "_segment")
+    __slots__ = ("_recorder", "_segment")
 
-    def __init__(self, recorder: Recorder, segment: str, layer: int) -> None:
-        self._recorder, self._segment, self._layer = recorder, segment, layer
+    def __init__(self, recorder: Recorder, segment: _Segment) -> None:
+        self._recorder, self._segment = recorder, segment
 
     def __enter__(self) -> None:
-        self._recorder._push(self._segment, self._layer)
+        self._recorder._push(self._segment)
 
     def __exit__(self, *exc: object) -> None:
         self._recorder._pop()

@@ -118,6 +118,66 @@ TABLES: dict[str, pa.Schema] = {
             ("flops", pa.int64()),
         ]
     ),
+    # Tokens and payload bytes of one all-to-all of an instrumented step, once a (arm, cell, step of a repeat) as gates
+    # are. `direction` "dispatch": tokens go from `source` to the rank that has their expert; "combine": results go
+    # back, and `source` is the rank that computed them. A rank writes the rows of which it is the source, those of no
+    # token too. `bytes` is tokens · d · itemsize; where `source` is `destination` they are what a local copy would be,
+    # and are not sent.
+    "dispatch": pa.schema(
+        [
+            *_KEY,
+            ("cell", pa.string()),
+            ("layer", pa.int32()),
+            ("direction", pa.string()),
+            ("source", pa.int32()),
+            ("destination", pa.int32()),
+            ("tokens", pa.int64()),
+            ("bytes", pa.int64()),
+        ]
+    ),
+    # When a rank was in a collective of an instrumented step, and for how long; every such step. `operation`:
+    # "counts", "dispatch", "combine", and under replicated attention "gather", which gives every rank every row's
+    # result. `start_ns` is of the rank's own monotonic clock. The same time is segment `exchange`.
+    "collectives": pa.schema(
+        [
+            *_KEY,
+            ("cell", pa.string()),
+            ("layer", pa.int32()),
+            ("operation", pa.string()),
+            ("start_ns", pa.int64()),
+            ("dur_ns", pa.int64()),
+        ]
+    ),
+    # Tokens that entered an expert on the rank that computed them, once a (arm, cell, step of a repeat) as gates are.
+    # `flops` are weighted: 6 · d · width · tokens. Experts without a token have no row.
+    "loads": pa.schema(
+        [
+            *_KEY,
+            ("cell", pa.string()),
+            ("layer", pa.int32()),
+            ("group", pa.int32()),
+            ("expert", pa.int32()),
+            ("tokens", pa.int64()),
+            ("flops", pa.int64()),
+        ]
+    ),
+    # Time of the products of one width's experts in an instrumented step, every such step; part of segment `experts`.
+    "expert_times": pa.schema(
+        [*_KEY, ("cell", pa.string()), ("layer", pa.int32()), ("width", pa.int32()), ("ns", pa.int64())]
+    ),
+    # Which rank has which copy of which expert: of the tokens an expert gets, a copy computes number `turn`,
+    # `turn + every`, ... Written once an arm: the placement in force, which the manifest names, and others to compare.
+    "placements": pa.schema(
+        [
+            ("arm", pa.string()),
+            ("placement", pa.string()),
+            ("layer", pa.int32()),
+            ("expert", pa.int32()),
+            ("rank", pa.int32()),
+            ("turn", pa.int32()),
+            ("every", pa.int32()),
+        ]
+    ),
     "telemetry": pa.schema(
         [
             ("time_ns", pa.int64()),
@@ -179,8 +239,22 @@ TABLES: dict[str, pa.Schema] = {
             ("reference", pa.bool_()),
         ]
     ),
-    # `scores` summed, by domain and over all (`domain` "all"). Perplexity is exp(Σ nll ÷ Σ tokens); `denominator` is
-    # Σ tokens.
+    # One row an item's choice: Σ −log p of its tokens after the prompt, in nats. `right`: it is the reference.
+    "choice_scores": pa.schema(
+        [
+            ("arm", pa.string()),
+            ("item", pa.string()),
+            ("domain", pa.string()),
+            ("mode", pa.string()),
+            ("choice", pa.int16()),
+            ("right", pa.bool_()),
+            ("nll", pa.float64()),
+            ("tokens", pa.int64()),
+        ]
+    ),
+    # `scores` and `choice_scores` summed, by domain and over all (`domain` "all"). Perplexity is exp(Σ nll ÷ Σ tokens),
+    # `denominator` Σ tokens; accuracy is the share of items whose reference is the likeliest choice a token,
+    # `denominator` the items.
     "quality": pa.schema(
         [
             ("arm", pa.string()),
@@ -263,6 +337,30 @@ class CalibrationRecord(Record):
     held_out: int
 
 
+class ParallelRecord(Record):
+    """Experts of an arm and the ranks that have them; an arm with experts has one in a single process too.
+
+    `ranks`: how many there are. `placement` is the one in force, by its name in table `placements`. `attention`:
+    `replicated`, where every rank runs the whole batch, or `data_parallel`, where each runs its own rows of it.
+    `nodes`: the host of each rank. `widths_E`: width of each routed expert of a layer, in groups of `per_group`.
+    `itemsize`: bytes an element of activations and weights. `fitted_on`: what placements that follow measured loads
+    were fitted to, by their name; judged on the same steps, `fitted_steps`, they look better than they are. `notes`:
+    what must be said beside a placement wherever it is shown, by its name.
+    """
+
+    ranks: int
+    placement: str
+    attention: Literal["replicated", "data_parallel"] = "replicated"
+    nodes: list[str] = Field(default_factory=list)
+    widths_E: list[int] = Field(default_factory=list)
+    per_group: int = 1
+    hidden: int = 0
+    itemsize: int = 0
+    fitted_on: dict[str, str] = Field(default_factory=dict)
+    fitted_steps: list[int] = Field(default_factory=list)
+    notes: dict[str, str] = Field(default_factory=dict)
+
+
 class ArmRecord(Record):
     """An arm as it ran: which method, with which options, against which twin, and what its choices cost.
 
@@ -288,6 +386,7 @@ class ArmRecord(Record):
     signal_starts: dict[str, list[float]] = Field(default_factory=dict)
     constants: dict[str, dict[int, float]] = Field(default_factory=dict)
     calibration: CalibrationRecord | None = None
+    parallel: ParallelRecord | None = None
     choices: list[Choice] = Field(default_factory=list)
 
 
@@ -297,6 +396,8 @@ class CellRecord(Record):
     `done` is set once every row of the cell is on disk. `stopped` says which rule ended it:
     `interval` (narrow enough), `repeats`, `budget` or `session` (a user's own loop).
     `reference` says what a decode cell's inputs are. `counts`: rows of each table that were on disk when it was done.
+    `outputs`: arm → SHA-256 of the likeliest next tokens of the whole batch after each step, by which runs of the same
+    inputs can be seen to say the same.
     """
 
     name: str
@@ -309,6 +410,7 @@ class CellRecord(Record):
     stopped: str | None = None
     reference: str | None = None
     counts: dict[str, int] = Field(default_factory=dict)
+    outputs: dict[str, str] = Field(default_factory=dict)
 
 
 class QualityRecord(Record):
@@ -351,6 +453,15 @@ class ModelRecord(Record):
     weights_sha256: str | None = None
 
 
+class RankRecord(Record):
+    """One process of a run of several: where it ran, and the threads of one of its operators."""
+
+    rank: int
+    pid: int
+    host: str
+    threads: int
+
+
 class Unsupported(Record):
     """What this machine cannot measure, and why. Never written as 0."""
 
@@ -361,7 +472,9 @@ class Unsupported(Record):
 class Manifest(Record):
     """`manifest.json`: everything about a run that is not a row of a table.
 
-    `evaluates` names the run whose spec this one took up again to measure quality.
+    `ranks`: the processes that ran it, where there were several; `pid` and `host` are rank 0's. Under replicated
+    attention what all ranks do alike is in the tables once, as rank 0's: also `rows` and `context` of the other ranks'
+    steps are 0. `evaluates` names the run whose spec this one took up again to measure quality.
     """
 
     format: int = FORMAT
@@ -378,6 +491,7 @@ class Manifest(Record):
     versions: dict[str, str] = Field(default_factory=dict)
     git: dict[str, Any] = Field(default_factory=dict)
     machine: dict[str, Any] = Field(default_factory=dict)
+    ranks: list[RankRecord] = Field(default_factory=list)
     model: ModelRecord | None = None
     arms: list[ArmRecord] = Field(default_factory=list)
     cells: list[CellRecord] = Field(default_factory=list)

@@ -2,6 +2,8 @@
 
 The order is fixed: everything a user can get wrong is checked before the folder is made; the rules that must hold
 before timing are checked before the first timed step; a cell is marked done only when its rows are on disk.
+
+Under torchrun every rank goes through all of it (`ranks`); rank 0 chooses the folder and keeps the manifest.
 """
 
 from __future__ import annotations
@@ -17,20 +19,25 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from profiler import calibration, machine, methods, models, preflight, training_copy, verify
+from profiler import calibration, machine, methods, models, placing, preflight, training_copy, verify
+from profiler import ranks as processes
 from profiler.arms import Arm, build, tree
-from profiler.errors import InputError, RuleError
+from profiler.errors import InputError, RuleError, SpecError
 from profiler.inputs import Inputs
 from profiler.interrupts import Held, terminated_as_interrupt
 from profiler.measure import CellRun, Limits, Outcome
 from profiler.preflight import about_the_arm, about_the_spec
 from profiler.quality import Item, load_items
 from profiler.quality_pass import QualityRun
+from profiler.ranks import Ranks
 from profiler.records import CellRecord, Manifest, RuleRecord, Unsupported
-from profiler.telemetry import Telemetry
+from profiler.telemetry import PERIOD_S, Telemetry
 from profiler.traced import trace_cell
 from profiler.writer import RunWriter, check_folder
 from workloads.spec import Spec
+
+#: Between samples that are not kept: those of ranks other than the first.
+IDLE_S = 3600.0
 
 
 class Progress(Protocol):
@@ -106,7 +113,7 @@ def prepare(spec: Spec, progress: Progress) -> Prepared:
         for arm in spec.arms:
             with about_the_arm(arm.name):
                 options, record = calibration.met(
-                    loaded.model, arm.name, arm.method, arm.options, prompts, progress.say
+                    loaded.model, arm.name, arm.method, arm.options, prompts, progress.say, stage_of(progress)
                 )
                 arms.append(build(loaded.model, arm.name, arm.method, options, arm.twin, record))
         _refuse_unfreezable(spec, arms)
@@ -169,14 +176,23 @@ def run(spec: Spec, out: Path | None, *, resume: bool = False, progress: Progres
     progress = progress or Quiet()
     if resume and out is None:
         raise InputError("--resume needs --out DIR, the folder of the unfinished run")
-    folder = out or default_folder(spec.name)
-    check_folder(folder, resume=resume, spec_sha256=spec.sha256())
-    prepared = prepare(spec, progress)
-    cells = [
-        CellRecord(name=c.name, phase=c.phase, batch=c.batch, length=c.length, new_tokens=c.new_tokens)
-        for c in spec.cell_list()
-    ]
-    return carry_out(prepared, folder, cells, progress, resume=resume)
+
+    def choose() -> Path:
+        folder = out or default_folder(spec.name)
+        check_folder(folder, resume=resume, spec_sha256=spec.sha256())
+        return folder
+
+    with processes.started(spec.parallel, spec.model.device) as ranks:
+        with ranks.guarded():
+            folder = ranks.decide(choose)
+            prepared = prepare(spec, progress)
+            if not ranks.alone and not any(arm.record.parallel for arm in prepared.arms):
+                raise SpecError("parallel: ranks share the experts of an arm, and no arm has any; leave it out")
+        cells = [
+            CellRecord(name=c.name, phase=c.phase, batch=c.batch, length=c.length, new_tokens=c.new_tokens)
+            for c in spec.cell_list()
+        ]
+        return carry_out(prepared, folder, cells, progress, resume=resume, ranks=ranks)
 
 
 def carry_out(
@@ -187,12 +203,13 @@ def carry_out(
     *,
     resume: bool = False,
     evaluates: str | None = None,
+    ranks: Ranks | None = None,
 ) -> Path:
     """Run what was prepared, with these of its cells, into `folder`, and return it; errors as `run`'s.
 
-    `evaluates`: the run whose spec this is, where only its quality is measured.
+    `evaluates`: the run whose spec this is, where only its quality is measured. `ranks`: those that run it together.
     """
-    spec = prepared.spec
+    spec, ranks = prepared.spec, ranks or Ranks()
     manifest = new_manifest(
         spec.name,
         spec_sha256=spec.sha256(),
@@ -202,10 +219,42 @@ def carry_out(
         keeps_text=spec.privacy.keep_text,
         evaluates=evaluates,
     )
-    with opened(lambda: RunWriter(folder, manifest, spec.to_yaml(), resume=resume)) as writer:
-        training_copy.keep(folder, manifest.arms)
-        _run(prepared, writer, progress)
+    if not ranks.alone:
+        with ranks.guarded():
+            ranks.describe()
+        manifest.ranks = ranks.records
+    for record in (arm.record.parallel for arm in prepared.arms):
+        if record is not None:
+            record.nodes = [each.host for each in ranks.records] or [manifest.host]
+    with (
+        opened(lambda: _writer(folder, manifest, spec.to_yaml(), resume, ranks)) as writer,
+        ranks.guarded(),
+    ):
+        if ranks.leads:
+            training_copy.keep(folder, manifest.arms)
+        _run(prepared, writer, progress, ranks)
     return writer.folder
+
+
+def _writer(folder: Path, manifest: Manifest, spec_yaml: str, resume: bool, ranks: Ranks) -> RunWriter:
+    """This rank's writer; rank 0 has made the folder, or taken it up again, before the others."""
+    made: list[RunWriter] = []
+
+    def first() -> list[CellRecord]:
+        made.append(RunWriter(folder, manifest, spec_yaml, resume=resume))
+        return manifest.cells
+
+    try:
+        with ranks.guarded():
+            cells = ranks.decide(first)
+            if ranks.leads:
+                return made[0]
+            manifest.cells = cells
+            return RunWriter(folder, manifest, rank=ranks.rank, resume=resume)
+    except BaseException as error:
+        for writer in made:
+            writer.finish("failed", f"{type(error).__name__}: {error}", now_utc())
+        raise
 
 
 @contextmanager
@@ -231,16 +280,19 @@ def opened(make: Callable[[], RunWriter]) -> Iterator[RunWriter]:
         writer.finish("complete", None, now_utc())
 
 
-def _run(prepared: Prepared, writer: RunWriter, progress: Progress) -> None:
+def _run(prepared: Prepared, writer: RunWriter, progress: Progress, ranks: Ranks) -> None:
     spec, arms, inputs, manifest = prepared.spec, prepared.arms, prepared.inputs, writer.manifest
     earlier = manifest.contention
     twin_medians: list[float] = []
+    loads: dict[str, list[tuple[int, placing.Load]]] = {arm.name: [] for arm in arms}
     stage = stage_of(progress)
-    with machine.Contention() as contention, Telemetry(_telemetry(writer)) as telemetry:
+    with machine.Contention(ranks.launcher) as contention, _telemetry(writer) as telemetry:
         manifest.unsupported = [*telemetry.unsupported, *_unsupported(prepared)]
         for arm in arms:
             progress.say(f"checking {arm.name}: open equals twin, repeats, order, company")
-            manifest.rules += verify.verify(prepared.loaded.model, arm.record, inputs.samples(), stage)
+            manifest.rules += _of_all(
+                ranks, verify.verify(prepared.loaded.model, arm.record, inputs.samples(), stage, ranks)
+            )
         _enforce(manifest.rules)
         writer.save_manifest()
         dense = tree(prepared.loaded.model, "dense", methods.configure("dense", {}))
@@ -257,25 +309,53 @@ def _run(prepared: Prepared, writer: RunWriter, progress: Progress) -> None:
 
             if cell.new_tokens:
                 progress.say(f"{cell.name}: the dense model's continuation")
-            given = inputs.of(cell, dense, stage)
+            given = inputs.of(cell, dense, stage).of(ranks.share(cell.batch))
             progress.say(cell.name)
-            for rows in inputs.prompt_rows(cell):
-                writer.append(rows.table, rows.columns, cell=rows.cell)
+            if ranks.leads:
+                for rows in inputs.prompt_rows(cell):
+                    writer.append(rows.table, rows.columns, cell=rows.cell)
             limits = Limits(**spec.measure.model_dump(exclude={"threads"}))
-            outcome = CellRun(given, arms, limits, writer, index, between).run()
+            outcome = CellRun(given, arms, limits, writer, index, between, ranks).run()
             if spec.trace is not None:
                 progress.say(f"{cell.name}: tracing")
-                trace_cell(given, arms, spec.trace, writer, index, stage)
-            manifest.rules += outcome.rules
+                trace_cell(given, arms, spec.trace, writer, index, stage, ranks)
+            manifest.rules += _of_all(ranks, outcome.rules)
             _enforce(manifest.rules)
             twin_medians = _longest(twin_medians, outcome)
-            manifest.contention = _verdict(contention, twin_medians, earlier)
-            writer.close_cell(cell)
+            for name, steps in outcome.loads.items():
+                loads[name] += steps
+            manifest.contention = _verdict(contention, twin_medians, earlier, ranks)
+            others = ranks.gather(writer.written(cell))[1:]
+            writer.close_cell(cell, others if ranks.leads else ())
             progress.at((index + 1) / parts)
         _measure_quality(prepared, writer, progress)
         contention.mark()
     manifest.unsupported = [*telemetry.unsupported, *_unsupported(prepared)]
-    manifest.contention = _verdict(contention, twin_medians, earlier)
+    manifest.contention = _verdict(contention, twin_medians, earlier, ranks)
+    if not ranks.alone:
+        _merge(prepared, writer, loads, ranks)
+
+
+def _of_all(ranks: Ranks, mine: list[RuleRecord]) -> list[RuleRecord]:
+    """Each rule as rank 0 found it, or as the first rank did for which it does not hold."""
+    return [
+        next((rule for rule in rules if not rule.passed), rules[0]) for rules in zip(*ranks.gather(mine), strict=True)
+    ]
+
+
+def _merge(
+    prepared: Prepared, writer: RunWriter, loads: dict[str, list[tuple[int, placing.Load]]], ranks: Ranks
+) -> None:
+    """What rank 0 writes for all once they are done: how many rows there are, and placements to compare."""
+    others = ranks.gather(writer.tallies())[1:]
+    if not ranks.leads:
+        return
+    for counts, drops in others:
+        writer.add(counts, drops)
+    for arm in prepared.arms:
+        if arm.record.parallel is not None:
+            for rows in placing.placement_rows(arm.record, loads[arm.name]):
+                writer.append(rows.table, rows.columns, cell=rows.cell)
 
 
 def _measure_quality(prepared: Prepared, writer: RunWriter, progress: Progress) -> None:
@@ -298,9 +378,13 @@ def _measure_quality(prepared: Prepared, writer: RunWriter, progress: Progress) 
     writer.close_cell(manifest.quality)
 
 
-def _verdict(contention: machine.Contention, twin_medians: list[float], earlier: dict[str, Any]) -> dict[str, Any]:
-    """Contention so far; what was seen before the run was resumed stays in it."""
-    now = contention.verdict(twin_times=twin_medians, threads_per_rank=torch.get_num_threads())
+def _verdict(
+    contention: machine.Contention, twin_medians: list[float], earlier: dict[str, Any], ranks: Ranks
+) -> dict[str, Any]:
+    """Contention so far, on rank 0's machine; what was seen before the run was resumed stays in it."""
+    now = contention.verdict(
+        twin_times=twin_medians, ranks=ranks.on_this_host, threads_per_rank=torch.get_num_threads()
+    )
     if not earlier:
         return now
     return now | {
@@ -315,11 +399,14 @@ def _longest(so_far: list[float], outcome: Outcome) -> list[float]:
     return max([so_far, *outcome.twin_medians_ns.values()], key=len)
 
 
-def _telemetry(writer: RunWriter) -> Callable[[dict[str, list[Any]]], None]:
-    def emit(rows: dict[str, list[Any]]) -> None:
-        writer.append("telemetry", rows, cell="telemetry")
+def _telemetry(writer: RunWriter) -> Telemetry:
+    """Samples of the machine into the folder; of several ranks, rank 0's machine."""
 
-    return emit
+    def emit(rows: dict[str, list[Any]]) -> None:
+        if writer.rank == 0:
+            writer.append("telemetry", rows, cell="telemetry")
+
+    return Telemetry(emit, period_s=PERIOD_S if writer.rank == 0 else IDLE_S)
 
 
 def _unsupported(prepared: Prepared) -> list[Unsupported]:

@@ -1,12 +1,16 @@
 """A recorded step as rows of tables, and the proof that the rows executed are the rows decided.
 
 Pure functions of a `StepData`; they run outside every timed region.
+
+Several ranks: what they do alike (under replicated attention all but the experts) is rank 0's to write, so that rows
+added up over ranks count it once; of the experts each rank writes what ran on it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from profiler.errors import RuleError
+from profiler.execution.expert_costs import SITE
 from profiler.recorder import Decision, StepData
 from profiler.records import ArmRecord, signals_schema, signals_table
 from profiler.writer import Rows
@@ -22,14 +27,98 @@ from profiler.writer import Rows
 
 @dataclass(frozen=True)
 class Place:
-    """Where a step stands in the run."""
+    """Where a step stands in the run, and on which rank it was seen. `alike`: every rank was given the same rows."""
 
     cell: str
     step: int
+    rank: int = 0
+    alike: bool = True
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes what all of them do alike."""
+        return self.rank == 0 or not self.alike
+
+
+def divided(arm: ArmRecord) -> bool:
+    """Whether ranks have different experts, so that what entered one is known of all ranks together only."""
+    return arm.parallel is not None and arm.parallel.ranks > 1
 
 
 def decision_rows(data: StepData, arm: ArmRecord, place: Place) -> list[Rows]:
-    """Rows of `gates`, of the method's signals table, of `rows` and of `kv`."""
+    """Rows of `gates`, of the method's signals table, of `rows`, `kv`, `loads` and `dispatch`."""
+    found = _gate_rows(data, arm, place) if place.leads else []
+    counted = {key: count for key, count in data.counts.items() if place.leads or (divided(arm) and key[1] == SITE)}
+    if counted:
+        keys, counts = zip(*counted.items(), strict=True)
+        found.append(
+            Rows(
+                "rows",
+                place.cell,
+                {
+                    "arm": arm.name,
+                    "step": place.step,
+                    "layer": [key[0] for key in keys],
+                    "site": [key[1] for key in keys],
+                    "choice": [key[2] for key in keys],
+                    "rows": [count.rows for count in counts],
+                    "padded": [count.padded for count in counts],
+                    "context": [count.context for count in counts],
+                    "context_full": [count.context_full for count in counts],
+                },
+            )
+        )
+    if data.kv is not None and place.leads:
+        allocated, live = data.kv
+        columns = {"arm": arm.name, "step": place.step, "allocated_bytes": [allocated], "live_bytes": [live]}
+        found.append(Rows("kv", place.cell, columns))
+    return [*found, *_load_rows(data, arm, place), *_traffic_rows(data, arm, place)]
+
+
+def _load_rows(data: StepData, arm: ArmRecord, place: Place) -> list[Rows]:
+    """Tokens and weighted FLOPs of the experts that ran here."""
+    if arm.parallel is None or not (place.leads or divided(arm)):
+        return []
+    width_E, hidden, per_group = arm.parallel.widths_E, arm.parallel.hidden, arm.parallel.per_group
+    held = [
+        (layer, expert, count.rows)
+        for (layer, site, expert), count in sorted(data.counts.items())
+        if site == SITE and expert < len(width_E) and count.rows
+    ]
+    if not held:
+        return []
+    columns = {
+        "arm": arm.name,
+        "step": place.step,
+        "layer": [layer for layer, _, _ in held],
+        "group": [expert // per_group for _, expert, _ in held],
+        "expert": [expert for _, expert, _ in held],
+        "tokens": [tokens for _, _, tokens in held],
+        "flops": [6 * hidden * width_E[expert] * tokens for _, expert, tokens in held],
+    }
+    return [Rows("loads", place.cell, columns)]
+
+
+def _traffic_rows(data: StepData, arm: ArmRecord, place: Place) -> list[Rows]:
+    """What this rank sent, to each rank."""
+    each = [(sent, rank, tokens) for sent in data.traffic for rank, tokens in enumerate(sent.tokens_R)]
+    if not each:
+        return []
+    columns = {
+        "arm": arm.name,
+        "step": place.step,
+        "layer": [sent.layer for sent, _, _ in each],
+        "direction": [sent.direction for sent, _, _ in each],
+        "source": place.rank,
+        "destination": [rank for _, rank, _ in each],
+        "tokens": [tokens for _, _, tokens in each],
+        "bytes": [tokens * sent.row_bytes for sent, _, tokens in each],
+    }
+    return [Rows("dispatch", place.cell, columns)]
+
+
+def _gate_rows(data: StepData, arm: ArmRecord, place: Place) -> list[Rows]:
+    """Rows of `gates` and of the method's signals table."""
     found: list[Rows] = []
     for decision in data.decisions:
         key = _decision_key(data, decision, arm, place)
@@ -54,29 +143,6 @@ def decision_rows(data: StepData, arm: ArmRecord, place: Place) -> list[Rows]:
             columns = {name: pa.array(values[keep], from_pandas=True) for name, values in decision.signals.items()}
             schema = signals_schema(list(arm.signals))
             found.append(Rows(signals_table(arm.method), place.cell, {**key, **columns}, schema))
-    if data.counts:
-        keys, counts = zip(*data.counts.items(), strict=True)
-        found.append(
-            Rows(
-                "rows",
-                place.cell,
-                {
-                    "arm": arm.name,
-                    "step": place.step,
-                    "layer": [key[0] for key in keys],
-                    "site": [key[1] for key in keys],
-                    "choice": [key[2] for key in keys],
-                    "rows": [count.rows for count in counts],
-                    "padded": [count.padded for count in counts],
-                    "context": [count.context for count in counts],
-                    "context_full": [count.context_full for count in counts],
-                },
-            )
-        )
-    if data.kv is not None:
-        allocated, live = data.kv
-        columns = {"arm": arm.name, "step": place.step, "allocated_bytes": [allocated], "live_bytes": [live]}
-        found.append(Rows("kv", place.cell, columns))
     return found
 
 
@@ -94,22 +160,28 @@ def _listed(decision: Decision, keep: NDArray[np.bool_]) -> tuple[pa.ListArray, 
 
 
 def segment_rows(data: StepData, arm: ArmRecord, place: Place) -> list[Rows]:
-    """Rows of `segments`."""
-    if not data.segment_ns:
-        return []
-    return [
-        Rows(
-            "segments",
-            place.cell,
-            {
-                "arm": arm.name,
-                "step": place.step,
-                "segment": [segment for segment, _ in data.segment_ns],
-                "layer": [layer for _, layer in data.segment_ns],
-                "ns": list(data.segment_ns.values()),
-            },
-        )
-    ]
+    """Rows of `segments`, `expert_times` and `collectives`: where this rank's time went."""
+    found = []
+    base = {"arm": arm.name, "step": place.step}
+    if data.segment_ns:
+        columns = {
+            "segment": [segment for segment, _ in data.segment_ns],
+            "layer": [layer for _, layer in data.segment_ns],
+            "ns": list(data.segment_ns.values()),
+        }
+        found.append(Rows("segments", place.cell, {**base, **columns}))
+    if data.width_ns:
+        columns = {
+            "layer": [layer for layer, _ in data.width_ns],
+            "width": [width for _, width in data.width_ns],
+            "ns": list(data.width_ns.values()),
+        }
+        found.append(Rows("expert_times", place.cell, {**base, **columns}))
+    if data.exchanges:
+        layer, operation, start_ns, dur_ns = (list(column) for column in zip(*data.exchanges, strict=True))
+        columns = {"layer": layer, "operation": operation, "start_ns": start_ns, "dur_ns": dur_ns}
+        found.append(Rows("collectives", place.cell, {**base, **columns}))
+    return found
 
 
 def _decision_key(data: StepData, decision: Decision, arm: ArmRecord, place: Place) -> dict[str, Any]:
@@ -156,13 +228,60 @@ def digest(data: StepData) -> bytes:
     return state.digest()
 
 
+@dataclass(frozen=True)
+class Tally:
+    """Rows of one step that experts were chosen for, and that entered them, on one rank: (layer, expert) → rows."""
+
+    decided: dict[tuple[int, int], int]
+    entered: dict[tuple[int, int], int]
+
+
+def tally(data: StepData, arm: ArmRecord) -> Tally:
+    """One rank's part of rule 1 for experts that are on several."""
+    known = {(c.layer, c.site, c.index) for c in arm.choices}
+    expected, _ = _decided(data, arm, known, set())
+    return Tally(
+        {(layer, choice): rows for (layer, site, choice), rows in expected.items() if site == SITE},
+        {(layer, choice): count.rows for (layer, site, choice), count in data.counts.items() if site == SITE},
+    )
+
+
+def entered_by_all(tallies: Sequence[Tally]) -> dict[tuple[int, int], int]:
+    """Rows that entered each (layer, expert) of one step, on all ranks together."""
+    total: Counter[tuple[int, int]] = Counter()
+    for each in tallies:
+        total.update(each.entered)
+    return dict(total)
+
+
+def divided_as_decided(tallies: Sequence[Tally], arm: ArmRecord) -> list[str]:
+    """Rule 1 where ranks have different experts: rows that entered each, added up over ranks, against the decisions.
+
+    Args:
+        tallies: of one step, every rank's.
+        arm: says whether every rank decided for the same rows, or each for its own.
+    """
+    assert arm.parallel is not None
+    decided: Counter[tuple[int, int]] = Counter()
+    for each in tallies[:1] if arm.parallel.attention == "replicated" else tallies:
+        decided.update(each.decided)
+    entered = entered_by_all(tallies)
+    return [
+        f"layer {layer} {SITE} {expert}: {entered.get((layer, expert), 0)} rows entered on {len(tallies)} ranks, "
+        f"decisions say {decided[layer, expert]}"
+        for layer, expert in sorted({*decided, *entered})
+        if entered.get((layer, expert), 0) != decided[layer, expert]
+    ]
+
+
 def executed_as_decided(data: StepData, arm: ArmRecord) -> list[str]:
     """Rule 1: rows counted where they entered a branch against what the decisions say; the differences, in words.
 
     Checked for every choice that has a product, pads left out on both sides. Where something is decided, the
     decisions must govern each real row once, name choices the manifest has, and come from finite gates; where
     nothing is, every real row must have run. So it must in every choice of an arm labelled as discarding what was
-    not chosen; without that label the same rows are a difference.
+    not chosen; without that label the same rows are a difference. Experts that several ranks share are left to
+    `divided_as_decided`.
     """
     known = {(c.layer, c.site, c.index) for c in arm.choices}
     decides = {(c.layer, c.site) for c in arm.choices if c.index > 0}
@@ -172,6 +291,8 @@ def executed_as_decided(data: StepData, arm: ArmRecord) -> list[str]:
         place = (choice.layer, choice.site)
         # Of what belongs to no layer, and of routers, a step computes what it needs: one row a sequence, mostly.
         if choice.flops_per_row == 0 or choice.layer < 0 or choice.site == "router":
+            continue
+        if choice.site == SITE and divided(arm):
             continue
         counted = data.counts.get((*place, choice.index))
         executed = counted.rows if counted is not None else 0

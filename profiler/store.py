@@ -205,7 +205,8 @@ class Run:
                 compare(cell.counts, cell.name, [cell.name])
         if manifest.quality is not None and manifest.quality.done:
             compare(manifest.quality.counts, "quality", QUALITY_CELLS.values())
-        if manifest.state in ("complete", "interrupted"):
+        # Ranks that are interrupted cannot tell rank 0 what they wrote last.
+        if manifest.state == "complete" or (manifest.state == "interrupted" and len(manifest.ranks) < 2):
             told = {mismatch.table for mismatch in found}
             for table in sorted({*on_disk, *manifest.counts} - told):
                 there, written = on_disk.get(table, Counter[str]()).total(), manifest.counts.get(table, 0)

@@ -32,7 +32,7 @@ from profiler.errors import InputError, RuleError
 from profiler.interrupts import terminated_as_interrupt
 from profiler.preflight import about_the_spec, options_of
 from profiler.presets import PRESETS
-from profiler.run import Progress, Quiet, default_folder, now_utc
+from profiler.run import Progress, Quiet, default_folder, now_utc, stage_of
 from profiler.store import MANIFEST, Run
 from profiler.study_folder import SeedRecord, Study, StudyRecord
 from workloads import recipe as recipes
@@ -301,6 +301,9 @@ class _Part:
 
     def say(self, what: str) -> None:
         self._whole.say(f"{self._name}: {what}")
+
+    def part(self, share: float) -> None:
+        stage_of(self._whole)(share)
 
     def at(self, share: float) -> None:
         self._whole.at(self._start + share * self._width)

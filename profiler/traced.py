@@ -13,6 +13,7 @@ from profiler.arms import Arm
 from profiler.execution.sequences import Sequences
 from profiler.measure import STEPS_PER_CELL, CellInputs, decode, prefill
 from profiler.methods import Method
+from profiler.ranks import Ranks
 from profiler.tracing import Tracer
 from profiler.writer import RunWriter
 from workloads.spec import TraceSpec
@@ -28,12 +29,15 @@ def trace_cell(
     writer: RunWriter,
     index: int,
     at: Callable[[float], None] = lambda share: None,
+    ranks: Ranks | None = None,
 ) -> None:
     """Trace `spec.steps` steps of every arm; rows go to `kernels` and `steps`, one trace file an (cell, arm).
 
     Decode cells trace their first steps, at most as many as they have. The wall time of a traced step is null: the
-    profiler's own cost is in it. `at` is told the share of the arms that is done.
+    profiler's own cost is in it. `at` is told the share of the arms that is done. Every rank of `ranks` traces the same
+    steps, into files of its own.
     """
+    ranks = ranks or Ranks()
     steps = spec.steps if inputs.continuation_BN is None else min(spec.steps, inputs.steps)
     number = index * STEPS_PER_CELL + FIRST_STEP
     cell = inputs.cell
@@ -42,6 +46,7 @@ def trace_cell(
         with _labelled(arm, inputs), torch.no_grad():
             handle = arm.recorded
             cache = None if inputs.continuation_BN is None else prefill(handle, inputs).cache
+            ranks.wait()  # one may still be writing its last trace
             with Tracer(writer.folder, f"{cell.name}.{arm.name}", writer.rank) as tracer:
                 # The first profiled step is slow whichever arm it falls on; outside a step's range it is not counted.
                 _one(handle, inputs, cache, 0)
@@ -62,8 +67,8 @@ def trace_cell(
                 "step": list(range(number, number + steps)),
                 "index": list(range(steps)),
                 "phase": cell.phase,
-                "rows": [view.rows for view in views],
-                "context": [view.context for view in views],
+                "rows": [view.rows if ranks.counts else 0 for view in views],
+                "context": [view.context if ranks.counts else 0 for view in views],
             },
             cell=cell.name,
         )

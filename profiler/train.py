@@ -6,8 +6,8 @@ The method owns the objective (`methods.Trainable`); the loop here owns text, Ad
 learning rate, accumulation, clipping, held-out figures and states. The backbone computes in the recipe's dtype, what is
 trained is float32.
 
-`DIR` then holds `recipe.yaml` as resolved, `log.jsonl` (`training_log`), `state/` (`training_state`) and, at the end,
-`checkpoint/`, which an arm's `checkpoint` option takes.
+`DIR` then holds `recipe.yaml` as resolved, `held_out.jsonl`, which `quality.source` takes, `log.jsonl`
+(`training_log`), `state/` (`training_state`) and, at the end, `checkpoint/`, which an arm's `checkpoint` option takes.
 
 The seed covers initialisation, dropout, order of the text and the choice of what is held out. Equal seed, machine
 and threads give equal weights, bit for bit, also when the training was killed and resumed in between.
@@ -37,6 +37,8 @@ from workloads import recipe as recipes
 from workloads.recipe import Recipe, TrainingSpec
 
 RECIPE_FILE, STATES, CHECKPOINT = "recipe.yaml", "state", "checkpoint"
+#: The text that was held out, as a file of prompts.
+HELD_OUT_FILE = "held_out.jsonl"
 #: Updates between two lines of progress.
 _SAY_EVERY = 10
 
@@ -231,6 +233,8 @@ class _Run:
             self._log.write("resumed", step=self._step)
             return
         (self._folder / RECIPE_FILE).write_text(self._recipe.to_yaml(), encoding="utf-8")
+        kept = training_data.held_out_lines(self._recipe.data, self._split.held_out)
+        (self._folder / HELD_OUT_FILE).write_text(kept, encoding="utf-8")
         self._log.clear()
         self._log.write("start", **facts)
         self._evaluate()

@@ -7,15 +7,17 @@ Not here: what the text says (`workloads.generated`, JSONL files), and what is d
 from __future__ import annotations
 
 import hashlib
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from profiler.errors import InputError
+from workloads.alternatives import with_choices
 from workloads.generated import generate
 from workloads.prompts import Prompt, load_prompts
 from workloads.recipe import DataSpec
@@ -59,7 +61,7 @@ def items(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, length: int) -> li
         InputError: a file cannot be read, or an item has fewer than two tokens, so that nothing is predicted.
     """
     found = []
-    for prompt in _prompts(spec):
+    for prompt in prompts(spec):
         text = prompt.text if prompt.reference is None else prompt.text + JOINT + prompt.reference
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if tokenizer.eos_token_id is not None:
@@ -70,13 +72,18 @@ def items(spec: DataSpec, tokenizer: PreTrainedTokenizerBase, length: int) -> li
     return found
 
 
-def _prompts(spec: DataSpec) -> list[Prompt]:
+def prompts(spec: DataSpec) -> list[Prompt]:
+    """Every item of a recipe as text, in the order of `items`.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
     made = spec.generated
     counts = made.counts.items() if made is not None else ()
-    prompts = [p for kind, count in counts if count for p in generate(kind, count, made.seed if made else 0)]
+    found = [p for kind, count in counts if count for p in generate(kind, count, made.seed if made else 0)]
     for file in spec.files:
-        prompts += load_prompts(PromptsSpec(source=file))
-    return prompts
+        found += load_prompts(PromptsSpec(source=file))
+    return found
 
 
 def split(found: Sequence[Item], held_out: int, seed: int) -> Split:
@@ -99,6 +106,20 @@ def split(found: Sequence[Item], held_out: int, seed: int) -> Split:
         kept[domain] = [members[i] for i in order[:held_out]]
         training += [members[i] for i in sorted(order[held_out:])]
     return Split(training, kept)
+
+
+def held_out_lines(spec: DataSpec, held_out: Mapping[str, Sequence[Item]]) -> str:
+    """The held-out items as JSONL that `quality.source` takes, generated ones with choices; a line an item."""
+    kept = {item.id for group in held_out.values() for item in group}
+    lines = []
+    for prompt in with_choices([prompt for prompt in prompts(spec) if prompt.id in kept]):
+        line: dict[str, Any] = {"id": prompt.id, "domain": prompt.domain, "prompt": prompt.text}
+        if prompt.reference is not None:
+            line["reference"] = prompt.reference
+        if prompt.choices:
+            line["choices"] = list(prompt.choices)
+        lines.append(json.dumps(line, ensure_ascii=False))
+    return "\n".join([*lines, ""])
 
 
 def chosen(count: int, size: int, step: int, seed: int) -> list[int]:

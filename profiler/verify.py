@@ -19,9 +19,10 @@ from torch import Tensor
 
 from profiler import methods
 from profiler.arms import tree
+from profiler.ranks import Ranks
 from profiler.recorder import StepData
 from profiler.records import ArmRecord, RuleRecord
-from profiler.stepdata import executed_as_decided
+from profiler.stepdata import divided, divided_as_decided, executed_as_decided, tally
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,8 +66,8 @@ class _Compared:
 class _Subject:
     """One wrapped tree of an arm, and what rule 1 found wrong in all that ran through it."""
 
-    def __init__(self, backbone: PreTrainedModel, arm: ArmRecord) -> None:
-        self.arm = arm
+    def __init__(self, backbone: PreTrainedModel, arm: ArmRecord, ranks: Ranks) -> None:
+        self.arm, self.ranks = arm, ranks
         self.handle = tree(backbone, arm.method, methods.configure(arm.method, arm.options))
         self.handle.recorder.attach(self.handle)
         self.steps = 0
@@ -90,6 +91,9 @@ class _Subject:
         for data in steps:
             self.steps += 1
             self.problems += executed_as_decided(data, self.arm)
+        if divided(self.arm):
+            for of_step in zip(*self.ranks.gather([tally(data, self.arm) for data in steps]), strict=True):
+                self.problems += divided_as_decided(of_step, self.arm)
         return {
             request: _Seen(logits[row, -len(ids) - 1 :], _of_row(steps, row, len(prompts), len(ids)))
             for row, (request, ids) in enumerate(prompts.items())
@@ -173,14 +177,16 @@ def verify(
     arm: ArmRecord,
     token_ids: Sequence[list[int]],
     at: Callable[[float], None] = lambda share: None,
+    ranks: Ranks | None = None,
 ) -> list[RuleRecord]:
-    """Check one arm on up to four prompts.
+    """Check one arm on up to four prompts; every rank on the same ones.
 
     Args:
         backbone: the unwrapped model, never changed.
         arm: the arm as described in the manifest.
         token_ids: prompts, as ids.
         at: told the share of the checks that is done.
+        ranks: those that share the arm's experts; None for one process.
 
     Returns:
         One record a check; `passed` is False where the rule does not hold.
@@ -191,7 +197,8 @@ def verify(
         f"verify-{i}": torch.tensor(ids[:length], device=weights.device)
         for i, (ids, length) in enumerate(zip(token_ids, LENGTHS, strict=False))
     }
-    subject = _Subject(backbone, arm)
+    ranks = ranks or Ranks()
+    subject = _Subject(backbone, arm, ranks)
     threshold = subject.handle.threshold
     first = subject.see(prompts)
     at(1 / 6)
@@ -211,7 +218,7 @@ def verify(
         _record(arm, "deterministic", "the same batch twice", again, alike and again.decisions == 0, bound),
         _record(arm, "order", "the batch reversed", turned, _holds(turned, bound), bound),
         _record(arm, "company", "each request alone", apart, _holds(apart, bound), bound),
-        _open_equals_twin(backbone, arm, prompts, bound),
+        _open_equals_twin(backbone, arm, prompts, bound, ranks),
         RuleRecord(
             rule=1,
             name="rows executed = gates recorded",
@@ -228,9 +235,9 @@ def _holds(found: _Compared, bound: float) -> bool:
 
 
 def _open_equals_twin(
-    backbone: PreTrainedModel, arm: ArmRecord, prompts: dict[str, Tensor], bound: float
+    backbone: PreTrainedModel, arm: ArmRecord, prompts: dict[str, Tensor], bound: float, ranks: Ranks
 ) -> RuleRecord:
-    opened = _Subject(backbone, arm).handle
+    opened = _Subject(backbone, arm, ranks).handle
     opened.force("open")
     twin = tree(backbone, opened.numeric_twin, methods.configure(opened.numeric_twin, {}))
     opened.adapt_twin(twin.model)

@@ -133,7 +133,8 @@ class RunWriter:
         folder: new or empty, or with `resume` an unfinished run of the same spec.
         manifest: its first state; the writer keeps and rewrites it.
         spec_yaml: the spec as resolved, or None for a session.
-        rank: this process's rank; parts carry it, and only rank 0 writes the manifest.
+        rank: this process's rank; parts carry it. Rank 0 makes the folder and alone writes the manifest; the others
+            come after it.
         resume: continue an unfinished run; parts of cells that were not done are discarded.
 
     Raises:
@@ -167,6 +168,10 @@ class RunWriter:
 
     def _open(self, resume: bool, spec_yaml: str | None) -> None:
         folder = self.folder
+        if self.rank != 0:
+            parts = folder.glob(f"*/part-*-r{self.rank}-*.parquet")
+            self._part = max((1 + _number(part) for part in parts), default=0)
+            return
         check_folder(folder, resume=resume, spec_sha256=self.manifest.spec_sha256)
         ours = not folder.exists()
         try:
@@ -177,9 +182,8 @@ class RunWriter:
                 part.unlink()
             if spec_yaml is not None:
                 _write_whole(folder / SPEC, lambda file: file.write(spec_yaml.encode()))
-            if self.rank == 0:
-                room = os.urandom(2 * (folder / MANIFEST).stat().st_size)  # zeros may take no room at all
-                _write_whole(folder / RESERVE, lambda file: file.write(room))
+            room = os.urandom(2 * (folder / MANIFEST).stat().st_size)  # zeros may take no room at all
+            _write_whole(folder / RESERVE, lambda file: file.write(room))
         except OSError as error:
             if not resume:
                 self._undo(ours)
@@ -212,7 +216,7 @@ class RunWriter:
         dropped = []
         for part in sorted(self.folder.glob("*/part-*.parquet")):
             # Past dropped ones too: the name of a part never stands for two contents.
-            self._part = max(self._part, 1 + int(part.stem.rpartition("-")[2]))
+            self._part = max(self._part, 1 + _number(part))
             if cell_of_part(part) in undone:
                 dropped.append(part)
             else:
@@ -292,21 +296,48 @@ class RunWriter:
             pass
         self._raise_error()
 
-    def close_cell(self, cell: CellRecord | QualityRecord) -> None:
+    def written(self, cell: CellRecord | QualityRecord) -> Counter[str]:
+        """Flush, and say how many rows of each table this rank has on disk for the cell, or for the quality pass.
+
+        Raises:
+            StoreError: they could not be written.
+        """
+        self.flush()
+        names = [cell.name] if isinstance(cell, CellRecord) else QUALITY_CELLS.values()
+        return sum((self._on_disk[name] for name in names), Counter[str]())
+
+    def close_cell(self, cell: CellRecord | QualityRecord, elsewhere: Iterable[Counter[str]] = ()) -> None:
         """Flush, then mark the cell, or the quality pass, done in the manifest.
+
+        Args:
+            cell: which.
+            elsewhere: what other ranks have `written` of it.
 
         Raises:
             StoreError: it could not be written; the cell is not done.
         """
-        self.flush()
-        names = [cell.name] if isinstance(cell, CellRecord) else QUALITY_CELLS.values()
-        cell.counts = dict(sum((self._on_disk[name] for name in names), Counter[str]()))
+        cell.counts = dict(sum(elsewhere, self.written(cell)))
         cell.done = True
         try:
             self.save_manifest()
         except StoreError:
             cell.done, cell.counts = False, {}
             raise
+
+    def tallies(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Flush, and say how many rows of each table were written, and how many were dropped.
+
+        Raises:
+            StoreError: they could not be written.
+        """
+        self.flush()
+        return dict(self.manifest.counts), dict(self.manifest.drops)
+
+    def add(self, counts: Mapping[str, int], drops: Mapping[str, int]) -> None:
+        """Put another rank's `tallies` into the manifest."""
+        for mine, theirs in ((self.manifest.counts, counts), (self.manifest.drops, drops)):
+            for name, number in theirs.items():
+                mine[name] = mine.get(name, 0) + number
 
     def _explain(self, error: OSError) -> StoreError:
         advice = " Put the cause right and go on with --resume." if self.manifest.origin == "run" else ""
@@ -405,12 +436,18 @@ class RunWriter:
         self.manifest.state_detail = str(problem) if problem else detail
         self.manifest.finished_utc = finished_utc
         try:
-            (self.folder / RESERVE).unlink(missing_ok=True)
+            if self.rank == 0:
+                (self.folder / RESERVE).unlink(missing_ok=True)
             self._save_manifest()
         except OSError as error:
             problem = problem or self._explain(error)
         if problem is not None:
             raise problem
+
+
+def _number(part: Path) -> int:
+    """A part's place among those of its writer."""
+    return int(part.stem.rpartition("-")[2])
 
 
 def _check_unfinished(before: Run, spec_sha256: str | None) -> None:

@@ -1,6 +1,7 @@
 """Prompts: the built-in ones, or any JSONL file; and how the rows of a cell are made from them.
 
-A line of a JSONL file holds `prompt` and optionally `domain`, `id`, `reference`; other keys are ignored.
+A line of a JSONL file holds `prompt` and optionally `domain`, `id`, `reference` and `choices`, a list of answers of
+which `reference` is one; other keys are ignored.
 The built-in prompts (`prompts/*.jsonl`, a file a domain) were written for this project.
 
 A row is made of one domain's prompts joined with a blank line and cut to an exact number of tokens, so a
@@ -54,12 +55,13 @@ Tokenize = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. `reference` is the expected answer as text, where there is one."""
+    """One prompt. `reference` is the expected answer as text, where there is one; `choices` has it and wrong ones."""
 
     id: str
     domain: str
     text: str
     reference: str | None = None
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,24 @@ def _prompt(line: str, number: int, label: str) -> Prompt:
         domain=_text(data, "domain", label) or NO_DOMAIN,
         text=text,
         reference=reference,
+        choices=_choices(data, reference, label),
     )
+
+
+def _choices(data: dict[str, Any], reference: str | None, label: str) -> tuple[str, ...]:
+    given = data.get("choices")
+    if given is None:
+        return ()
+    if not isinstance(given, list) or not all(isinstance(choice, str) and choice.strip() for choice in given):
+        raise InputError(f"{label}: 'choices' must be a list of texts that are not empty")
+    if len(given) < 2 or len(set(given)) < len(given):
+        raise InputError(
+            f"{label}: 'choices' must be two texts or more, no two of them alike; there are {len(given)}, "
+            f"{len(set(given))} of them different"
+        )
+    if reference not in given:
+        raise InputError(f"{label}: 'reference' must be one of 'choices', letter by letter, and it is none of them")
+    return tuple(given)
 
 
 def _text(data: dict[str, Any], key: str, label: str) -> str | None:

@@ -25,7 +25,7 @@ from pydantic_core import PydanticCustomError
 from workloads.documents import dump_yaml
 
 #: Sections of later versions.
-LATER_KEYS = ("serve", "parallel")
+LATER_KEYS = ("serve",)
 
 #: The method every spec with a routed arm needs as its baseline.
 DENSE = "dense"
@@ -253,9 +253,12 @@ class TraceSpec(_Section):
 class QualitySpec(_Section):
     """Held-out quality: after the cells, every arm scores the same continuations."""
 
-    tasks: Annotated[list[Literal["perplexity"]], Field(min_length=1, max_length=8), AfterValidator(_distinct)] = Field(
+    tasks: Annotated[
+        list[Literal["perplexity", "multiple_choice"]], Field(min_length=1, max_length=8), AfterValidator(_distinct)
+    ] = Field(
         default=["perplexity"],
-        description="perplexity: of each prompt's reference, or of its second half where it has none.",
+        description="perplexity: of each prompt's reference, or of its second half where it has none; always measured. "
+        "multiple_choice: of the prompts that have 'choices', whether the reference is the likeliest a token.",
     )
     source: Annotated[str, Field(min_length=1, max_length=4096)] = Field(
         default=BUILTIN,
@@ -313,6 +316,28 @@ def _leaves(section: dict[str, Any], before: str = "") -> Iterator[tuple[str, An
             yield f"{before}{key}", value
 
 
+class ParallelSpec(_Section):
+    """Routed experts spread over processes, under `torchrun --nproc-per-node EXPERTS -m profiler run SPEC`.
+
+    One process that torchrun did not start has every expert itself, and says the same.
+    """
+
+    experts: Annotated[int, Field(ge=1, le=1024)] = Field(
+        description="Processes that share the experts of each layer; torchrun must start as many."
+    )
+    placement: Literal["contiguous", "all_size", "interleaved"] = Field(
+        default="all_size", description="Which rank has which expert; outputs do not depend on it."
+    )
+    attention: Literal["replicated", "data_parallel"] = Field(
+        default="replicated",
+        description="replicated: every rank runs the whole batch but for its experts. data_parallel: each rank runs "
+        "rows of its own, and needs one at least.",
+    )
+    timeout_s: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] = Field(
+        default=60.0, description="Seconds a rank is waited for before the run ends."
+    )
+
+
 class PrivacySpec(_Section):
     """What of the prompts may be written."""
 
@@ -339,6 +364,9 @@ class Spec(_Section):
         default=None,
         validate_default=True,
         description="Seeds of a study: each sets training.seed of the recipe. The text that is measured on stays.",
+    )
+    parallel: ParallelSpec | None = Field(
+        default=None, validate_default=True, description="Experts on several processes, or null for one."
     )
     privacy: PrivacySpec = Field(default_factory=PrivacySpec, description="What of the prompts may be written.")
 
@@ -372,6 +400,26 @@ class Spec(_Section):
         if train is not None and not takers and "arms" in info.data:
             raise _broken(f"makes a checkpoint, and no arm asks for it; give an arm checkpoint: {TRAINED}")
         return train
+
+    @field_validator("parallel")
+    @classmethod
+    def _splits_what_there_is(cls, parallel: ParallelSpec | None, info: ValidationInfo) -> ParallelSpec | None:
+        if parallel is None:
+            return None
+        for section in ("quality", "train"):
+            if info.data.get(section) is not None:
+                raise _broken(
+                    f"does not go with {section}: what a model says does not depend on ranks, so give it in a spec of "
+                    "its own"
+                )
+        cells = info.data["cells"].cell_list() if "cells" in info.data else []
+        few = next((cell for cell in cells if cell.batch < parallel.experts), None)
+        if parallel.attention == "data_parallel" and few is not None:
+            raise _broken(
+                f"attention data_parallel gives each rank a row at least, and cell {few.name} has a batch of "
+                f"{few.batch} for {parallel.experts} ranks; raise the batch, or take attention: replicated"
+            )
+        return parallel
 
     @field_validator("seeds")
     @classmethod
@@ -407,11 +455,13 @@ class Spec(_Section):
         return dump_yaml(self.model_dump(mode="json"))
 
     def sha256(self) -> str:
-        """Hash of the spec as resolved: canonical JSON, keys sorted, those of a study only where it is one.
+        """Hash of the spec as resolved: canonical JSON, keys sorted, those of a study or of ranks only where it is one.
 
         Equal for two ways to write one spec.
         """
         studied = {"train", "seeds"} if self.train is None else set()
+        if self.parallel is None:
+            studied.add("parallel")
         meant = self.model_dump(mode="json", exclude=studied)
         canonical = json.dumps(meant, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from profiler.errors import InputError
 from profiler.execution.decoder import Decoder
 from profiler.execution.gates import Gates
-from profiler.execution.kv import ProjectedLayer, SubsetLayer, adopt, gather, scatter
+from profiler.execution.kv import ProjectedLayer, SubsetLayer, adopt, gather, scatter, write_paged
 from profiler.execution.sequences import Sequences
 
 if TYPE_CHECKING:
@@ -78,24 +78,29 @@ def run_projecting(
     layer: int,
     kept: ProjectedLayer | None,
 ) -> Tensor:
-    """`run_gated`, after working out keys and values of the sequences that skip, for `kept`.
+    """`run_gated`, after working out keys and values of the sequences that skip: for `kept`, or where sequences are
+    packed for the serving engine's cache.
 
-    Without a cache (`kept` None) they are worked out all the same, so that a step costs what the policy costs.
+    Without a cache they are worked out all the same, so that a step costs what the policy costs.
 
     Args:
         block: the decoder layer; `run_block` is its own forward.
-        hidden: `[B, T, d]`, padded.
+        hidden: `[B, T, d]` padded, `[1, T, d]` packed.
     """
     skipped = [i for i, gate in enumerate(gates.of_S) if not gate.run]
     if skipped:
         with recorder.span("kv", layer):
-            rows, tables = hidden, kwargs["position_embeddings"]
+            rows, given = hidden, {"position_embeddings": kwargs["position_embeddings"]}
+            if sequences.packed:
+                given = {name: value for name, value in kwargs.items() if name != "attention_mask"}
             if gates.chosen:
-                part = gather(hidden, {"position_embeddings": tables}, sequences, skipped)
-                rows, tables = part.hidden, part.kwargs["position_embeddings"]
+                part = gather(hidden, given, sequences, skipped)
+                rows, given = part.hidden, part.kwargs
             with recorder.executing(sequences.view_of(skipped)) if recorder.recording else nullcontext():
-                keys, values = keys_and_values(block, rows, tables)
-            if kept is not None:
+                keys, values = keys_and_values(block, rows, given["position_embeddings"])
+            if sequences.packed:
+                write_paged(given["cache"], keys, values, layer, given)
+            elif kept is not None:
                 kept.project(keys, values)
     return run_gated(run_block, hidden, kwargs, sequences, gates, recorder, layer)
 

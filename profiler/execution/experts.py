@@ -16,7 +16,10 @@ Strategies, equal to rounding:
   gathered and summed a row at a time.
 
 A grouped product is `torch.nn.functional.grouped_mm` where it knows the dtype and rows are aligned, and products
-expert by expert otherwise. On a GPU the host waits once a layer, to learn how many rows each expert has.
+expert by expert otherwise. On a CPU that is a product an expert too; there `packed`, where experts have many rows and
+no gradient is wanted, goes expert by expert itself, and what lies between an expert's two products stays in one small
+buffer, in the core's cache.
+On a GPU the host waits once a layer, to learn how many rows each expert has.
 
 Not here: what decides (`heterogeneous_router`), and experts on other ranks (`expert_parallel`).
 
@@ -39,6 +42,14 @@ from torch.nn import functional as F
 from profiler.execution.grouped import ALIGNMENT, DTYPES
 
 Strategy = Literal["sequential", "per_width", "padded", "packed"]
+#: Mean rows an expert from which on `packed` goes expert by expert on a CPU: with fewer, calls cost more than it saves.
+BUFFERED_ROWS = 64
+#: Of a width, what the products of its experts run in.
+Products = Callable[[int], AbstractContextManager[Any]]
+
+
+def _untimed(width: int) -> AbstractContextManager[Any]:
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -182,7 +193,7 @@ class Experts(nn.Module):
         strategy: Strategy,
         x_Nd: Tensor,
         to: Dispatch,
-        products: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        products: Products = _untimed,
     ) -> Tensor:
         """Each row's weighted sum over the experts it chose.
 
@@ -190,7 +201,7 @@ class Experts(nn.Module):
             strategy: see the module.
             x_Nd: rows.
             to: who takes them.
-            products: a context that the products, and nothing else, run in.
+            products: of a width, a context that the products of its experts, and nothing else, run in.
 
         Returns:
             `[N, d]` in the dtype of `x_Nd`; 0 for a row that chose none.
@@ -199,26 +210,26 @@ class Experts(nn.Module):
             return self._sequential(x_Nd, to, products)
         x_Pd = x_Nd.index_select(0, to.row_P)
         if strategy == "per_width":
-            with products():
-                y_Pd = self.apart(x_Pd, to.counts)
-            return _added(x_Nd, to.row_P, y_Pd, to.sorted_weight_P)
-        with products():
-            y_Pd = self.fused(x_Pd, to.counts) if strategy == "packed" else self._as_wide_as_the_widest(x_Pd, to.counts)
+            return _added(x_Nd, to.row_P, self.apart(x_Pd, to.counts, products), to.sorted_weight_P)
+        if strategy == "packed":
+            return to.combine(self.fused(x_Pd, to.counts, products))
+        with products(max(self.widths, default=0)):
+            y_Pd = self._as_wide_as_the_widest(x_Pd, to.counts)
         return to.combine(y_Pd)
 
     # -- strategies -------------------------------------------------------------------------------
 
-    def _sequential(self, x_Nd: Tensor, to: Dispatch, products: Callable[[], AbstractContextManager[Any]]) -> Tensor:
+    def _sequential(self, x_Nd: Tensor, to: Dispatch, products: Products) -> Tensor:
         y_Nd = torch.zeros_like(x_Nd)
         end, weight_P = 0, to.sorted_weight_P
-        for entry, count in zip(self.entries, to.counts, strict=True):
+        for entry, width, count in zip(self.entries, self.widths, to.counts, strict=True):
             if not count:
                 continue
             here = slice(end, end + count)
             end += count
             rows = to.row_P[here]
             x_nd = x_Nd.index_select(0, rows)
-            with products():
+            with products(width):
                 y_nd = entry(x_nd)
             y_Nd = y_Nd.index_add(0, rows, _scaled(y_nd, None if weight_P is None else weight_P[here]))
         return y_Nd
@@ -228,32 +239,60 @@ class Experts(nn.Module):
         hidden: Tensor = F.silu(F.linear(x_nd, gate)) * F.linear(x_nd, up)
         return hidden @ down
 
-    def apart(self, x_Pd: Tensor, counts: Sequence[int]) -> Tensor:
+    def apart(self, x_Pd: Tensor, counts: Sequence[int], products: Products = _untimed) -> Tensor:
         """Sorted rows through their experts, gate and up apart: `[P, d]` → `[P, d]`."""
         found = []
         for run, blocks, x_nd, of_run in self._rows_of_runs(x_Pd, counts):
             gate, up, down = blocks.split(run.width, dim=1)
-            hidden = F.silu(_grouped(x_nd, gate.transpose(1, 2), of_run)) * _grouped(x_nd, up.transpose(1, 2), of_run)
-            found.append(_grouped(hidden, down, of_run))
+            with products(run.width):
+                gated = F.silu(_grouped(x_nd, gate.transpose(1, 2), of_run))
+                hidden = gated * _grouped(x_nd, up.transpose(1, 2), of_run)
+                found.append(_grouped(hidden, down, of_run))
         return torch.cat(found) if found else x_Pd
 
-    def fused(self, x_Pd: Tensor, counts: Sequence[int]) -> Tensor:
+    def fused(self, x_Pd: Tensor, counts: Sequence[int], products: Products = _untimed) -> Tensor:
         """Sorted rows through their experts, gate and up as one product: `[P, d]` → `[P, d]`.
 
         Args:
             x_Pd: rows sorted by expert.
             counts: how many each of the E experts has.
+            products: as in `run`.
         """
+        plain = not (torch.is_grad_enabled() and (x_Pd.requires_grad or self.weights.requires_grad))
+        if plain and x_Pd.device.type == "cpu" and len(x_Pd) >= BUFFERED_ROWS * sum(map(bool, counts)):
+            return self._through_one_buffer(x_Pd, counts, products)
         found = []
         for run, blocks, x_nd, of_run in self._rows_of_runs(x_Pd, counts):
-            if sum(map(bool, of_run)) > 1:
-                gate_up, down = blocks.split([2 * run.width, run.width], dim=1)
-                hidden = _gated(_grouped(x_nd, gate_up.transpose(1, 2), of_run))
-                found.append(_grouped(hidden, down, of_run))
-            else:
-                (only,) = (i for i, count in enumerate(of_run) if count)
-                found.append(_swiglu(x_nd, *blocks[only].split([2 * run.width, run.width])))
+            with products(run.width):
+                if sum(map(bool, of_run)) > 1:
+                    gate_up, down = blocks.split([2 * run.width, run.width], dim=1)
+                    hidden = _gated(_grouped(x_nd, gate_up.transpose(1, 2), of_run), in_place=plain)
+                    found.append(_grouped(hidden, down, of_run))
+                else:
+                    (only,) = (i for i, count in enumerate(of_run) if count)
+                    found.append(_swiglu(x_nd, *blocks[only].split([2 * run.width, run.width])))
         return torch.cat(found) if found else x_Pd
+
+    def _through_one_buffer(self, x_Pd: Tensor, counts: Sequence[int], products: Products) -> Tensor:
+        """As `fused`, expert by expert."""
+        y_Pd = torch.empty_like(x_Pd)
+        widths = zip(counts, self.widths, strict=True)
+        buffer = x_Pd.new_empty(max((2 * width * count for count, width in widths), default=0))
+        start = 0
+        for run, blocks, x_nd, of_run in self._rows_of_runs(x_Pd, counts):
+            y_nd = y_Pd[start : start + len(x_nd)]
+            start += len(x_nd)
+            with products(run.width):
+                parts = zip(x_nd.split(list(of_run)), y_nd.split(list(of_run)), blocks, strict=True)
+                for x_md, y_md, block in parts:
+                    if not len(x_md):
+                        continue
+                    gate_up, down = block.split([2 * run.width, run.width])
+                    gate_up_mW = torch.mm(
+                        x_md, gate_up.t(), out=buffer[: 2 * run.width * len(x_md)].view(len(x_md), -1)
+                    )
+                    torch.mm(_gated(gate_up_mW, in_place=True), down, out=y_md)
+        return y_Pd
 
     def _as_wide_as_the_widest(self, x_Pd: Tensor, counts: Sequence[int]) -> Tensor:
         if not len(x_Pd):
@@ -292,10 +331,10 @@ class Experts(nn.Module):
         return padded
 
 
-def _gated(gate_up_nW: Tensor) -> Tensor:
-    """`[n, 2·W]` → `[n, W]`."""
+def _gated(gate_up_nW: Tensor, *, in_place: bool = False) -> Tensor:
+    """`[n, 2·W]` → `[n, W]`; in place, the left half of what was given."""
     gate, up = gate_up_nW.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return F.silu(gate, inplace=True).mul_(up) if in_place else F.silu(gate) * up
 
 
 def _swiglu(x_nd: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

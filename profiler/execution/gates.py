@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from profiler.errors import InputError
 from profiler.execution.sequences import Sequences
@@ -62,10 +63,19 @@ class Gates:
 
 @dataclass
 class Held:
-    """What is kept of one request: the tokens its cache holds, and its decision for each layer so far."""
+    """What is kept of one request: the tokens its cache holds, and for each layer so far its decision, where that is
+    frozen, or the mean of the layer's input (`[d]`), where decisions follow it."""
 
     tokens: array[int] = field(default_factory=lambda: array("q"))
     gates: list[Gate] = field(default_factory=list)
+    means: list[Tensor] = field(default_factory=list)
+
+    def mean(self, layer: int, now_d: Tensor, past: int, rows: int) -> Tensor:
+        """The mean over all `past + rows` tokens, given that over the last `rows`; kept for the next step."""
+        if past:
+            now_d = self.means[layer] + (now_d - self.means[layer]) * (rows / (past + rows))
+        self.means[layer : layer + 1] = [now_d]
+        return now_d
 
     def continued_by(self, tokens: array[int]) -> bool:
         """Whether a prompt is this request's again: it begins with every token the request was given."""

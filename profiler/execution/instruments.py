@@ -34,13 +34,13 @@ def block_probes(
 
 
 def decoder_spans(dec: Decoder) -> list[SpanSite]:
-    """Segments of a decoder: embedding, attention, ffn, norm, head."""
+    """Segments of a decoder: embedding, attention, ffn, norm, head; a layer's own norms in traces only."""
     found = [SpanSite(dec.embedding, "embedding", -1), SpanSite(dec.norm, "norm", -1), SpanSite(dec.head, "head", -1)]
     for layer, block in enumerate(dec.blocks):
         found += [
-            SpanSite(cast(nn.Module, block.input_layernorm), "norm", layer),
+            SpanSite(cast(nn.Module, block.input_layernorm), "norm", layer, traced_only=True),
             SpanSite(cast(nn.Module, block.self_attn), "attention", layer),
-            SpanSite(cast(nn.Module, block.post_attention_layernorm), "norm", layer),
+            SpanSite(cast(nn.Module, block.post_attention_layernorm), "norm", layer, traced_only=True),
             SpanSite(cast(nn.Module, block.mlp), "ffn", layer),
         ]
     return found

@@ -15,7 +15,7 @@ Not here: caches of fixed size (static, sliding, quantised, offloaded), which ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -45,6 +45,11 @@ class SubsetLayer(DynamicLayer):
     def settle(self, gates: Gates, tokens: int) -> None:
         """Freeze who runs, decided on a prompt of `tokens` (pads included)."""
         self.gates, self._prompt = gates, tokens
+
+    def open_to(self, rows: int, tokens: int) -> bool:
+        """Whether a step of `tokens` for a batch of `rows` simply runs: decided before, by all of them, to run."""
+        gates = self.gates
+        return gates is not None and len(gates.chosen) == rows == len(gates) and (tokens == 1 or self.sealed)
 
     def advance(self, tokens: int) -> None:
         """Count the tokens of a step; called once a forward, whether or not any row ran."""
@@ -279,16 +284,50 @@ def kv_bytes(cache: Cache, tokens_B: Sequence[int]) -> tuple[int, int]:
     as the layer keeps them.
     """
     allocated = live = 0
+    lengths: dict[int, list[int]] = {}  # by tokens stored, which hardly differs between layers
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None or keys.numel() == 0:
+        if keys is None or values is None:
             continue
-        stored, tokens = keys.nbytes + values.nbytes, keys.shape[2]
-        gates = layer.gates if isinstance(layer, SubsetLayer) else None
-        rows = range(len(tokens_B)) if gates is None else gates.chosen
+        stored = keys.nbytes + values.nbytes
+        if not stored:
+            continue
+        held, _, tokens, _ = keys.shape
         allocated += stored
-        live += stored // (keys.shape[0] * tokens) * sum(min(tokens_B[i], tokens) for i in rows)
+        if tokens not in lengths:
+            lengths[tokens] = [min(length, tokens) for length in tokens_B]
+        gates = layer.gates if isinstance(layer, SubsetLayer) else None
+        kept = lengths[tokens] if gates is None else [lengths[tokens][i] for i in gates.chosen]
+        live += stored // (held * tokens) * sum(kept)
     return allocated, live
+
+
+def write_paged(cache: Any, keys: Tensor, values: Tensor, layer: int, kwargs: dict[str, Any]) -> None:
+    """Put keys and values (`[1, KV heads, t, head dim]`) into the serving engine's cache, and read nothing back.
+
+    Args:
+        kwargs: what the decoder passes its layers, for these rows only (`gather`).
+    """
+    cache.update(keys, values, layer, {**kwargs, "read_index": [index[:0] for index in kwargs["read_index"]]})
+
+
+def paged_bytes(cache: Any, tokens_S: Sequence[int], runs: Sequence[Collection[int]]) -> tuple[int, int]:
+    """Bytes of the serving engine's paged cache: (allocated, live).
+
+    Allocated counts the pages that are handed out, to whichever requests. Live counts what the S requests of this step
+    need: keys and values of their tokens so far, in the layers that each of them runs. The engine hands out pages of
+    all layers alike, so what a skipping method leaves unused is between the two, beside the last page's rest.
+
+    Args:
+        cache: transformers' `PagedAttentionCache`.
+        tokens_S: tokens each request has by the end of the step.
+        runs: the layers each request keeps keys and values for.
+    """
+    allocators = cache.layer_to_allocator
+    a_token = {i: each.bytes_per_page // each.tokens_per_page for i, each in allocators.items()}
+    allocated = cache.num_sectors * cache.bytes_per_sector - cache.compute_free_capacity(relative=False)
+    live = sum(tokens * sum(a_token[layer] for layer in layers) for tokens, layers in zip(tokens_S, runs, strict=True))
+    return int(allocated), live
 
 
 @dataclass(frozen=True)

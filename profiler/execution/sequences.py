@@ -9,6 +9,7 @@ Not here: what is done with the rows (`kv`, methods).
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -143,6 +144,7 @@ class SequenceTracker:
 
     def __init__(self, base: nn.Module) -> None:
         self.current: Sequences | None = None
+        self._paged: weakref.ref[Any] | None = None
         self._requests: list[str] | None = None
         self._hook = base.register_forward_pre_hook(self._read, with_kwargs=True)
 
@@ -154,9 +156,15 @@ class SequenceTracker:
         """Name the batch rows of the coming padded forwards; None goes back to `row-0`, `row-1`, ..."""
         self._requests = None if requests is None else list(requests)
 
+    @property
+    def paged(self) -> Any:
+        """The serving engine's cache of the last packed step; None where there was none, or it is gone."""
+        return self._paged() if self._paged is not None else None
+
     def _read(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("cu_seq_lens_q") is not None:
             self.current = _packed(kwargs)
+            self._paged = weakref.ref(kwargs["cache"])
             return
         inputs = kwargs.get("input_ids")
         if inputs is None:

@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from profiler.execution.routes import ForcedGates
-    from profiler.execution.sequences import SequenceTracker
+    from profiler.execution.sequences import Sequences, SequenceTracker
     from profiler.recorder import Probe, Recorder, SpanSite
-    from profiler.records import Choice
+    from profiler.records import Choice, ParallelRecord
 
 Scope = Literal["none", "token", "sequence"]
 
@@ -55,6 +55,7 @@ class Method(ABC):
             method has one; `profiler.calibration` turns one into the other before an arm is built.
         latent_attention: whether it works on decoders with multi-head latent attention.
         takes_several: whether one decision takes several of its site's choices, so that none of them is skipping.
+        own_experts: whether it works on models that come with experts of their own, and on no others.
     """
 
     Config: ClassVar[type[MethodConfig]]
@@ -65,6 +66,7 @@ class Method(ABC):
     rate_option: ClassVar[str | None] = None
     latent_attention: ClassVar[bool] = False
     takes_several: ClassVar[bool] = False
+    own_experts: ClassVar[bool] = False
 
     tracker: SequenceTracker
 
@@ -172,6 +174,11 @@ class Method(ABC):
         return None
 
     @property
+    def parallel(self) -> ParallelRecord | None:
+        """Routed experts and how they are spread over ranks (`nodes` left out); None for a method without any."""
+        return None
+
+    @property
     def discards(self) -> bool:
         """Whether every choice computes all rows and what was not chosen is thrown away, so that nothing is saved."""
         return False
@@ -197,14 +204,22 @@ class Method(ABC):
         return self.caches(self.config)
 
     def kv_bytes(self, output: Any) -> tuple[int, int] | None:
-        """Cache bytes after a step, (allocated, live); None where the step left no cache of a padded batch."""
-        from profiler.execution.kv import kv_bytes
+        """Cache bytes after a step, (allocated, live); None where the step left no cache."""
+        from profiler.execution.kv import kv_bytes, paged_bytes
 
-        cache, sequences = getattr(output, "cache", None), self.tracker.current
-        if cache is None or sequences is None or sequences.packed:
+        sequences = self.tracker.current
+        if sequences is None:
             return None
         held = [past + rows for past, rows in zip(sequences.past_S, sequences.rows_S, strict=True)]
-        return kv_bytes(cache, held)
+        if sequences.packed:
+            cache = self.tracker.paged
+            return None if cache is None else paged_bytes(cache, held, self.layers_kept(sequences))
+        cache = getattr(output, "cache", None)
+        return None if cache is None else kv_bytes(cache, held)
+
+    def layers_kept(self, sequences: Sequences) -> list[Collection[int]]:
+        """The layers that each sequence of a packed step keeps keys and values for: all, unless the method skips."""
+        return [range(int(self.model.config.num_hidden_layers))] * len(sequences)
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,16 @@ Training (§3.2, §3.3): every block is computed, the gate passes straight throu
 with the paper's whole-sequence pooling, so a gate sees the words being scored: a training loss is not a held-out
 perplexity, which gates on a prefix. The loop around it is `profiler.train`.
 
-Not here: `project` and `recompute` under a serving engine, which are refused.
+Under a serving engine `recompute` is refused, since it keeps no cache. `project` goes by the mean of a request's tokens
+so far; a request that the engine evicts and prefills again decides on all its tokens at once there, which may be
+otherwise than step by step.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
@@ -187,7 +189,7 @@ class LayerRoute(Trainable):
 
     def __init__(self, model: PreTrainedModel, config: LayerRouteConfig, recorder: Recorder) -> None:
         super().__init__(model, config, recorder)
-        layers = len(self.decoder.blocks)
+        self._depth = layers = len(self.decoder.blocks)
         if config.kv_policy == "project":
             refuse_other_attention(self.decoder)
         self.lora = adapters_of(config)
@@ -279,6 +281,11 @@ class LayerRoute(Trainable):
 
     def kv_bytes(self, output: Any) -> tuple[int, int] | None:
         return super().kv_bytes(output) if self.keeps_cache else (0, 0)
+
+    def layers_kept(self, sequences: Sequences) -> list[Collection[int]]:
+        if self.config.kv_policy == "project":
+            return super().layers_kept(sequences)
+        return [[layer for layer, gate in enumerate(held.gates) if gate.run] for held in self._held_S]
 
     def probes(self) -> list[Probe]:
         found = [Probe(i, "router", 0, router, whole=True) for i, router in enumerate(self.routers)]
@@ -395,12 +402,18 @@ class LayerRoute(Trainable):
             return self._soft_forward(layer, run_block, hidden_states, kwargs)
         hidden, recorder = hidden_states, self.recorder
         sequences, cache = cast(Sequences, self.tracker.current), kwargs.get("cache")
-        kept: SubsetLayer | None = None
+        kept = self._open_before(layer, sequences, cache)
+        if kept is not None:
+            hidden = run_block(hidden, **kwargs)
+            kept.advance(sequences.width)
+            return hidden
         projected: ProjectedLayer | None = None
         with recorder.span("router", layer):
             if self.config.kv_policy != "request":
                 self._refuse_what_the_policy_cannot(sequences, cache)
-            if sequences.packed:
+            if sequences.packed and self.config.kv_policy == "project":
+                gates = self._packed_running_gates(layer, hidden, sequences, cache)
+            elif sequences.packed:
                 gates = self._packed_gates(layer, hidden, sequences, cache)
             elif cache is None:
                 gates = self._decide(layer, hidden, sequences)
@@ -420,6 +433,19 @@ class LayerRoute(Trainable):
         if kept is not None:
             kept.advance(sequences.width)
         return hidden
+
+    def _open_before(self, layer: int, sequences: Sequences, cache: Any) -> SubsetLayer | None:
+        """What the cache keeps for a block that every row of a padded batch was decided to run, in an earlier step.
+
+        Most blocks of most steps are such, and a block has no more than some hundred microseconds to be run in.
+        """
+        if self.recorder.recording or cache is None or sequences.packed:
+            return None
+        layers = cache.layers
+        if len(layers) != self._depth or type(layers[layer]) is not SubsetLayer:
+            return None
+        kept: SubsetLayer = layers[layer]
+        return kept if kept.open_to(len(sequences.rows_S), sequences.width) else None
 
     def _kept_gates(self, layer: int, hidden: Tensor, sequences: Sequences, kept: SubsetLayer) -> Gates:
         """Gates of a padded batch: decided on the prompt, then those its cache holds."""
@@ -445,11 +471,14 @@ class LayerRoute(Trainable):
         return gates
 
     def _refuse_what_the_policy_cannot(self, sequences: Sequences, cache: Any) -> None:
+        if self.keeps_cache:
+            return
         if sequences.packed:
             raise InputError(
-                f"kv_policy {self.config.kv_policy} is not offered under a serving engine; serve with kv_policy request"
+                "kv_policy recompute keeps no cache and is not offered under a serving engine; serve with kv_policy "
+                "request or project"
             )
-        if not self.keeps_cache and cache is not None:
+        if cache is not None:
             raise InputError(
                 "kv_policy recompute keeps no cache: call the model with use_cache=False, and in every step with the "
                 "whole sequence"
@@ -465,6 +494,17 @@ class LayerRoute(Trainable):
             for i, gate in zip(new, self._decide(layer, hidden, sequences, new).of_S, strict=True):
                 held_S[i].gates.append(gate)
         return Gates(tuple(held.gates[layer] for held in held_S))
+
+    def _packed_running_gates(self, layer: int, hidden: Tensor, sequences: Sequences, cache: Any) -> Gates:
+        """Gates of a packed batch, each on the mean over all its request's tokens so far."""
+        if layer == 0:
+            self._held_S = self._requests.admit(sequences, cache)
+        now_Sd = sequences.mean_over_real(hidden).detach()
+        means = [
+            held.mean(layer, now_d, past, rows)
+            for held, now_d, past, rows in zip(self._held_S, now_Sd, sequences.past_S, sequences.rows_S, strict=True)
+        ]
+        return self._ask(layer, torch.stack(means), sequences.requests)
 
     def _decide(self, layer: int, hidden: Tensor, sequences: Sequences, which: Sequence[int] | None = None) -> Gates:
         """Gates of sequences `which` (default: all) from the mean of their input in this step."""

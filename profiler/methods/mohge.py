@@ -33,8 +33,12 @@ Recorded per (token, layer): the experts, ascending, and their weights; as the g
 size's standard MoE, or without a size W̄. The router computes in float32 at least, experts in the backbone's dtype;
 all weights start normal with the model's `initializer_range`. LN_ffn is counted with attention.
 
-Not here: ranks (`placement` only names the one that loads are to be judged by), and training; `balancing` gives the
-auxiliary losses.
+Where a process is one of several ranks (`expert_parallel.joined`), a tree holds its share of the routed experts and
+everything else whole; outputs are those of one process. What reads or writes all experts (`save`, `adapt_twin`) must
+then be called on every rank.
+
+Training is `execution.mohge_training`; `balancing` gives it the auxiliary losses. With `backbone: trained` the model
+itself is trained too, and a checkpoint has it beside it, in `backbone/`, as a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -58,6 +62,7 @@ from profiler.execution.backbone_facts import backbone_facts, base_sample, refus
 from profiler.execution.checkpoint_files import read_json, read_tensors
 from profiler.execution.decoder import ADDED, Decoder, decoder
 from profiler.execution.expert_costs import SITE, expert_choices
+from profiler.execution.expert_parallel import ExpertParallel, membership
 from profiler.execution.expert_shapes import (
     GROUPS,
     KEEP_EXPERTS,
@@ -79,11 +84,12 @@ from profiler.execution.heterogeneous_router import (
     balance,
 )
 from profiler.execution.instruments import decoder_spans, first_products, head_probe
+from profiler.execution.mohge_training import MohgeTraining, save_backbone
 from profiler.execution.routes import ForcedExperts
 from profiler.execution.sequences import Sequences
-from profiler.methods import MethodConfig, Routed
+from profiler.methods import MethodConfig
 from profiler.recorder import Probe, SpanSite
-from profiler.records import Choice
+from profiler.records import Choice, ParallelRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,7 +97,7 @@ if TYPE_CHECKING:
     from profiler.recorder import Recorder
 
 METHOD = "mohge"
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "mohge.safetensors"
+CONFIG_FILE, WEIGHTS_FILE, BACKBONE = "config.json", "mohge.safetensors", "backbone"
 #: Format of a checkpoint folder. 1: config.json and mohge.safetensors.
 FORMAT = 1
 
@@ -127,7 +133,7 @@ class MohgeConfig(MethodConfig):
         first_dense: leading layers that keep their FFN.
         strategy: how experts are run (`execution.experts`).
         losses, alpha_group, alpha_expert: family and weights of the auxiliary losses [1e-4, 2.5e-3].
-        placement: which placement on ranks loads are judged by; outputs do not depend on it.
+        backbone: whether training changes the model itself too; an arm that only runs does not mind.
         gates: `router` decides; `open` runs every expert with weight 1; `{forced: {ratio, seed, pattern}}` is a
             synthetic route. The router is evaluated under every setting, so that its time is always in.
         seed: of the fresh weights.
@@ -152,7 +158,7 @@ class MohgeConfig(MethodConfig):
     losses: Family = "paper"
     alpha_group: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     alpha_expert: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    placement: Literal["contiguous", "all_size", "interleaved", "balanced", "exact"] = "contiguous"
+    backbone: Literal["kept", "trained"] = "kept"
     gates: Literal["router", "open"] | ForcedOption = "router"
     seed: int = Field(default=0, ge=0, lt=2**32)
 
@@ -239,16 +245,17 @@ def designed(config: MohgeConfig, dec: Decoder) -> Design:
 
 
 class _Block(nn.Module):
-    """What one layer gets."""
+    """What one layer gets: all routed experts, or those of `parallel`'s rank."""
 
-    def __init__(self, hidden: int, design: Design) -> None:
+    def __init__(self, hidden: int, design: Design, parallel: ExpertParallel | None) -> None:
         super().__init__()
         self.router = HeterogeneousRouter(hidden, design.rule)
-        self.experts = Experts(hidden, design.widths)
+        self.experts = Experts(hidden, design.widths if parallel is None else parallel.widths)
+        self.parallel = parallel
         self.shared = SwiGLU(hidden, design.shared_width) if design.shared_width else None
 
 
-class Mohge(Routed):
+class Mohge(MohgeTraining):
     """Heterogeneous grouped experts in place of the FFN of any supported decoder."""
 
     Config = MohgeConfig
@@ -267,20 +274,30 @@ class Mohge(Routed):
         self.design = designed(config, self.decoder)
         weight = cast(nn.Linear, first_products(self.decoder.blocks[0])[1]).weight
         self._device, d = weight.device, self.decoder.hidden_size
+        #: This process among the ranks; None where it has every expert.
+        self.member = membership()
+        layers = range(config.first_dense, len(self.decoder.blocks))
+        parallel = [self._parallel(layer) for layer in layers]
         with torch.device("meta"):  # values come from `start`; torch's own would move the caller's random state
-            blocks = [_Block(d, self.design) for _ in self.decoder.blocks[config.first_dense :]]
+            blocks = [_Block(d, self.design, each) for each in parallel]
         for block in blocks:
             block.to(weight.dtype)
             block.router.to(torch.promote_types(weight.dtype, torch.float32))
             block.to_empty(device=self._device)
         #: Layer → its experts.
-        self.blocks = dict(enumerate(blocks, start=config.first_dense))
+        self.blocks: dict[int, _Block] = dict(enumerate(blocks, start=config.first_dense))
         self.start(config.seed)
         self._balances: list[Balance] | None = None
         if config.checkpoint is not None:
             self.restore(Path(config.checkpoint))
         gates = config.gates
         self.force(gates.forced if isinstance(gates, ForcedOption) else "open" if gates == "open" else None)
+
+    def _parallel(self, layer: int) -> ExpertParallel | None:
+        if self.member is None:
+            return None
+        placement = self.member.place(layer, self.design.widths, self.design.rule.per_group)
+        return ExpertParallel(placement, self.member.rank, self.member.attention, self._device)
 
     def install(self) -> None:
         for layer, block in self.blocks.items():
@@ -296,16 +313,35 @@ class Mohge(Routed):
         generator = torch.Generator(self._device).manual_seed(seed)
         std = float(getattr(self.model.config, "initializer_range", 0.02))
         with torch.no_grad():
-            for tensor in self.weights().values():
-                tensor.normal_(0.0, std, generator=generator)
+            for name, tensor in self.weights().items():
+                parallel = self._split(name)
+                if parallel is None:
+                    tensor.normal_(0.0, std, generator=generator)
+                else:  # the same numbers on every rank, of which each keeps its own
+                    whole = tensor.new_empty(self._whole_shape(name, tensor))
+                    tensor.copy_(parallel.part(whole.normal_(0.0, std, generator=generator)))
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Everything the method adds, by a name that is the same in every tree of it."""
+        """Everything the method adds, by a name that is the same in every tree of it; of the experts, this rank's."""
         return {
             f"{layer}.{name}": parameter
             for layer, block in self.blocks.items()
             for name, parameter in block.named_parameters()
         }
+
+    def _split(self, name: str) -> ExpertParallel | None:
+        """How the weights of that name lie on ranks; None for those that every rank has whole."""
+        layer, _, rest = name.partition(".")
+        return self.blocks[int(layer)].parallel if rest == "experts.weights" else None
+
+    def _whole_shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
+        whole = self._split(name) is not None
+        return (3 * sum(self.design.widths), tensor.shape[1]) if whole else tuple(tensor.shape)
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        """Weights of that name with the experts of every rank."""
+        parallel = self._split(name)
+        return tensor.detach() if parallel is None else parallel.whole(tensor)
 
     # -- the method's face ------------------------------------------------------------------------
 
@@ -320,6 +356,26 @@ class Mohge(Routed):
             else:
                 found += expert_choices(dec, layer, design, padded=config.strategy == "padded")
         return found
+
+    @property
+    def parallel(self) -> ParallelRecord:
+        weight = cast(nn.Linear, first_products(self.decoder.blocks[0])[1]).weight
+        member = self.member
+        return ParallelRecord(
+            ranks=1 if member is None else member.ranks,
+            placement=self._placement_name,
+            attention="replicated" if member is None else member.attention,
+            widths_E=list(self.design.widths),
+            per_group=self.design.rule.per_group,
+            hidden=self.decoder.hidden_size,
+            itemsize=weight.element_size(),
+        )
+
+    @property
+    def _placement_name(self) -> str:
+        """Of the placement in force; where there is one rank all are the same."""
+        first = next(iter(self.blocks.values())).parallel
+        return "contiguous" if first is None else first.placement.name
 
     @property
     def threshold(self) -> float:
@@ -341,7 +397,9 @@ class Mohge(Routed):
             found.append(Probe(layer, "router", 0, block.router))
             if block.shared is not None:
                 found.append(Probe(layer, "shared", 0, block.shared))
-            found += [Probe(layer, SITE, e, entry, whole=True) for e, entry in enumerate(block.experts.entries)]
+            held = range(len(self.design.widths)) if block.parallel is None else block.parallel.held
+            entries = zip(held, block.experts.entries, strict=True)
+            found += [Probe(layer, SITE, e, entry, whole=True) for e, entry in entries]
             found.append(Probe(layer, SITE, len(self.design.widths), ffn))
         return found
 
@@ -356,7 +414,9 @@ class Mohge(Routed):
     def adapt_twin(self, twin: PreTrainedModel) -> None:
         blocks = decoder(twin, latent=True).blocks
         for layer, block in self.blocks.items():
-            pieces = [block.experts.of(e) for e in range(len(self.design.widths))]
+            whole = self._whole(f"{layer}.experts.weights", block.experts.weights)
+            each = whole.split([3 * width for width in self.design.widths])
+            pieces = [expert.split(width) for expert, width in zip(each, self.design.widths, strict=True)]
             if block.shared is not None:
                 pieces.append(block.shared.weights.split(block.shared.width))
             gate, up, down = (torch.cat(parts).detach() for parts in zip(*pieces, strict=True))
@@ -395,20 +455,30 @@ class Mohge(Routed):
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def save(self, folder: Path) -> None:
-        """Write routers and experts, as they are.
+    def save(self, folder: Path, dtype: torch.dtype | None = None, base: str | None = None) -> None:
+        """Write routers and experts, and with `backbone: trained` the model itself.
+
+        Args:
+            folder: new, or to be written over.
+            dtype: what the numbers are stored as; None: as they are. A trained backbone is rounded in place.
+            base: the name of the backbone.
 
         Raises:
             RuleError: a value is not finite.
         """
-        stored = {name: tensor.detach().to("cpu").clone() for name, tensor in self.weights().items()}
+        stored = {
+            name: self._whole(name, tensor).to("cpu", dtype or tensor.dtype).clone()
+            for name, tensor in self.weights().items()
+        }
         for name, tensor in stored.items():
             if not bool(torch.isfinite(tensor).all()):
                 raise RuleError(f"{name} holds values that are not finite; nothing was saved")
         folder.mkdir(parents=True, exist_ok=True)
+        if self.config.backbone == "trained":
+            save_backbone(self.decoder, folder / BACKBONE, dtype or torch.float32, base)
         facts = {
             "format": FORMAT, **backbone_facts(self.decoder, METHOD), "design": self.design.facts(),
-            "base_sample": base_sample(self.decoder),
+            "base": base, "base_sample": base_sample(self.decoder),
         }  # fmt: skip
         (folder / CONFIG_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         save_file(stored, folder / WEIGHTS_FILE)
@@ -424,10 +494,12 @@ class Mohge(Routed):
             if theirs.get(key) != value:
                 raise InputError(f"checkpoint {folder}: its {key} is {theirs.get(key)!r}, the arm asks for {value!r}")
         mine = self.weights()
-        found = read_tensors(folder, WEIGHTS_FILE, {name: tuple(tensor.shape) for name, tensor in mine.items()})
+        shapes = {name: self._whole_shape(name, tensor) for name, tensor in mine.items()}
+        found = read_tensors(folder, WEIGHTS_FILE, shapes)
         with torch.no_grad():
             for name, parameter in mine.items():
-                parameter.copy_(found[name])
+                parallel = self._split(name)
+                parameter.copy_(found[name] if parallel is None else parallel.part(found[name]))
         self._trained = True
 
     # -- one layer --------------------------------------------------------------------------------
@@ -451,6 +523,12 @@ class Mohge(Routed):
                     )  # fmt: skip
             y_shared_Nd = None if block.shared is None else block.shared(u_Nd)
             weight = None if self._route == "open" else weight_NK
+            if block.parallel is not None:
+                y_Nd = block.parallel.run(
+                    block.experts, self.config.strategy, u_Nd, choice_NK, weight, recorder, layer, SITE,
+                    real_N=real_N, full=full,
+                )  # fmt: skip
+                return (y_Nd if y_shared_Nd is None else y_Nd + y_shared_Nd).view_as(u)
             to = dispatch(choice_NK, weight, len(self.design.widths), real_N, full=full)
             if self.config.strategy != "sequential":  # which calls the entries, where rows are counted
                 recorder.entered(layer, SITE, 0, to.count_E)

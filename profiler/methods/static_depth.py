@@ -16,7 +16,7 @@ Not here: choosing blocks by their influence, and mending the model after the cu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -141,6 +141,9 @@ class StaticDepth(Method):
 
     def probes(self) -> list[Probe]:
         return [head_probe(self.decoder), *block_probes(self.decoder, attention=("block", RUN))]
+
+    def layers_kept(self, sequences: Sequences) -> list[Collection[int]]:
+        return [[layer for layer in range(len(self.decoder.blocks)) if self._runs(layer)]] * len(sequences)
 
     def spans(self) -> list[SpanSite]:
         return decoder_spans(self.decoder)

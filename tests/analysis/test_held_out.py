@@ -103,7 +103,8 @@ def test_tables_of_the_report_have_the_figures(run: Run) -> None:
 def test_the_json_report_has_every_frame(run: Run) -> None:
     found = json.loads(report.render_json(run))["held_out"]
     assert set(found) == {
-        "sentences", "matched", "perplexity", "pairs", "eligibility", "rates", "flips", "tracks", "confounds", "drift",
+        "sentences", "matched", "perplexity", "accuracy", "retain", "pairs", "eligibility", "rates", "flips", "tracks",
+        "confounds", "drift",
     }  # fmt: skip
     assert [line["flip_rate"] for line in found["flips"]] == [0, 0.5, 0, 0, 0, 0]
     assert any(line["verdict"] == "undefined" and line["rho"] is None for line in found["tracks"])

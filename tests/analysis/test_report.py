@@ -246,6 +246,15 @@ class TestText:
         assert "Text withheld" in shown["html"]
 
 
+def test_how_much_of_a_page_is_made_is_told_on_the_way(tmp_path: Path) -> None:
+    told: list[float] = []
+    run = Run(write_example_run(tmp_path / "run"))
+    assert report.write(run, "html", tmp_path / "page.html", told.append).exists()
+    assert told == sorted(told)
+    assert len(set(told)) > 10
+    assert told[-1] == pytest.approx(1.0)
+
+
 class TestUnfinished:
     def test_a_killed_run_says_so_and_shows_what_it_has(self, tmp_path: Path) -> None:
         run = Run(write_example_run(tmp_path / "run", state="killed", stage="mid-cell", random_weights=True))

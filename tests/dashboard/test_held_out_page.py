@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from streamlit.testing.v1 import AppTest
 
 from tests.analysis.decisions_run import Arm, Input, write_decisions
 from tests.analysis.example_run import write_example_run
+from tests.dashboard.pages import open_page, table
 
-PAGE = Path(__file__).parents[2] / "dashboard" / "page_held_out.py"
+PAGE = "page_held_out.py"
 INPUTS = [
     Input(f"i{k}", "math" if k % 2 else "prose", 20 + k, nll={"dense": 10 + k % 3, "routed": 11 + k % 3})
     for k in range(12)
@@ -31,22 +29,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def open_page(monkeypatch: pytest.MonkeyPatch, root: Path, **picked: str) -> AppTest:
-    monkeypatch.setattr(sys, "argv", ["page", str(root)])
-    app = AppTest.from_file(str(PAGE), default_timeout=60)
-    for name, value in picked.items():
-        app.query_params[name] = value
-    app.run()
-    assert not app.exception, [error.value for error in app.exception]
-    return app
-
-
-def table(app: AppTest, title: str) -> Any:
-    return next(element.value for element in app.dataframe if title in element.value.columns)
-
-
 def test_quality_and_decisions_of_an_arm(monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
-    app = open_page(monkeypatch, runs, run="seed-0")
+    app = open_page(monkeypatch, runs, PAGE, run="seed-0")
     assert table(app, "Perplexity")["Against the twin (ratio)"].tolist()[1] == "1.105"  # exp(1 ÷ 10)
     assert table(app, "Ever skipped")["Ever skipped"].tolist() == ["1"]
     assert table(app, "Majority")["Differ from it (% of inputs)"].tolist() == [
@@ -60,7 +44,7 @@ def test_quality_and_decisions_of_an_arm(monkeypatch: pytest.MonkeyPatch, runs: 
 
 
 def test_agreement_with_another_seed(monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
-    app = open_page(monkeypatch, runs, run="seed-0")
+    app = open_page(monkeypatch, runs, PAGE, run="seed-0")
     assert sorted(app.multiselect[0].options) == ["deeper", "seed-1", "timed"]
     app.multiselect[0].select(str(runs / "seed-1")).run()
     assert not app.exception
@@ -72,13 +56,13 @@ def test_agreement_with_another_seed(monkeypatch: pytest.MonkeyPatch, runs: Path
 
 
 def test_runs_that_cannot_be_compared_are_named(monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
-    app = open_page(monkeypatch, runs, run="seed-0")
+    app = open_page(monkeypatch, runs, PAGE, run="seed-0")
     app.multiselect[0].select(str(runs / "deeper")).run()
     assert not app.exception
     assert "decides about 3 layers" in app.warning[-1].value
 
 
 def test_a_run_without_quality_says_how_to_measure_it(monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
-    app = open_page(monkeypatch, runs, run="timed")
+    app = open_page(monkeypatch, runs, PAGE, run="timed")
     assert "gatewise evaluate" in app.info[0].value
     assert not app.dataframe

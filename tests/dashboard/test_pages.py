@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from streamlit.testing.v1 import AppTest
 
 from tests.analysis import example_run
 from tests.analysis.example_run import write_example_run
+from tests.dashboard.pages import open_page
 
-DASHBOARD = Path(__file__).parents[2] / "dashboard"
 RUNS, LADDER, ROUTING = "app.py", "page_ladder.py", "page_routing.py"
 
 
@@ -32,20 +31,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "broken").mkdir()
     (root / "broken" / "manifest.json").write_text("{not json")
     return root
-
-
-def open_page(monkeypatch: pytest.MonkeyPatch, root: Path, page: str = RUNS, **picked: str) -> AppTest:
-    """The page with `picked` in its address, run once without an exception.
-
-    Pages are scripts of their own and are run without the app around them; that of runs is the app's first.
-    """
-    monkeypatch.setattr(sys, "argv", [page, str(root)])
-    app = AppTest.from_file(str(DASHBOARD / page), default_timeout=60)
-    for name, value in picked.items():
-        app.query_params[name] = value
-    app.run()
-    assert not app.exception, [error.value for error in app.exception]
-    return app
 
 
 def said(elements: Any) -> str:
@@ -115,7 +100,7 @@ def test_a_run_with_a_torn_table_says_which(monkeypatch: pytest.MonkeyPatch, run
 
 
 def test_what_was_picked_is_kept_from_page_to_page(monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
-    app = open_page(monkeypatch, runs, run="killed")
+    app = open_page(monkeypatch, runs, RUNS, run="killed")
     app.switch_page(LADDER).run()
     pickers(app)["Cell"].select("decode-b4-c32-n4").run()
     app.query_params.clear()
@@ -126,7 +111,7 @@ def test_what_was_picked_is_kept_from_page_to_page(monkeypatch: pytest.MonkeyPat
 
 class TestRuns:
     def test_lists_every_folder_with_its_state(self, monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
-        app = open_page(monkeypatch, runs)
+        app = open_page(monkeypatch, runs, RUNS)
         states = dict(zip(column(app, "path"), column(app, "state"), strict=True))
         assert states["whole"] == "complete"
         assert states["killed"] == "killed"
@@ -134,7 +119,7 @@ class TestRuns:
         assert len(states) == 8
 
     def test_shows_rules_environment_and_headlines(self, monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
-        app = open_page(monkeypatch, runs, run="whole")
+        app = open_page(monkeypatch, runs, RUNS, run="whole")
         assert set(column(app, "Outcome")) == {"held"}
         assert "float32" in column(app, "Value")
         assert "no NVIDIA driver on this machine" in column(app, "Reason")
@@ -144,7 +129,7 @@ class TestRuns:
         assert not app.error
 
     def test_a_killed_run_says_so_above_its_labels(self, monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
-        app = open_page(monkeypatch, runs, run="killed")
+        app = open_page(monkeypatch, runs, RUNS, run="killed")
         assert "Killed" in said(app.error)
         assert "2 of 3 cells done" in said(app.error)
         labels = said(app.warning)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.analysis.seeds_study import write_study
-from tests.dashboard.test_pages import figures, open_page, pickers, said
+from tests.dashboard.pages import open_page
+from tests.dashboard.test_pages import figures, pickers, said
 
 PAGE = "page_study.py"
 

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-from streamlit.testing.v1 import AppTest
 
 from tests.analysis.example_run import write_example_run
 from tests.analysis.training_folder import START, write_training
+from tests.dashboard.pages import open_page
 
-PAGE = Path(__file__).parents[2] / "dashboard" / "page_training.py"
-
-
-def open_page(monkeypatch: pytest.MonkeyPatch, root: Path, **picked: str) -> AppTest:
-    monkeypatch.setattr(sys, "argv", ["page", str(root)])
-    app = AppTest.from_file(str(PAGE), default_timeout=60)
-    for name, value in picked.items():
-        app.query_params[name] = value
-    app.run()
-    assert not app.exception, [error.value for error in app.exception]
-    return app
+PAGE = "page_training.py"
 
 
 @pytest.fixture
@@ -32,7 +21,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_trainings_and_those_of_arms_are_listed_and_drawn(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
-    app = open_page(monkeypatch, root)
+    app = open_page(monkeypatch, root, PAGE)
     assert app.selectbox[0].options == ["alone", "run, arm routed"]
     assert len(app.get("plotly_chart")) == 4
     assert "Not finished, 3 of 6 updates" in app.warning[0].value
@@ -44,12 +33,12 @@ def test_trainings_and_those_of_arms_are_listed_and_drawn(monkeypatch: pytest.Mo
 
 def test_one_that_has_just_begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     write_training(tmp_path / "begun", [START])
-    app = open_page(monkeypatch, tmp_path)
+    app = open_page(monkeypatch, tmp_path, PAGE)
     assert not app.get("plotly_chart")
     assert "No update was made yet." in [caption.value for caption in app.caption]
 
 
 def test_a_broken_log_says_why_and_none_at_all_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert "holds no training" in open_page(monkeypatch, tmp_path).info[0].value
+    assert "holds no training" in open_page(monkeypatch, tmp_path, PAGE).info[0].value
     write_training(tmp_path / "broken", [{"kind": "step"}])
-    assert "a line is not as a training writes it" in open_page(monkeypatch, tmp_path).error[0].value
+    assert "a line is not as a training writes it" in open_page(monkeypatch, tmp_path, PAGE).error[0].value

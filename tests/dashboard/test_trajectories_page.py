@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from streamlit.testing.v1 import AppTest
 
 from tests.analysis.decisions_run import Arm, Input, write_decisions
 from tests.analysis.token_run import Token, arm, write_tokens
+from tests.dashboard.pages import open_page, table
 
-PAGE = Path(__file__).parents[2] / "dashboard" / "page_trajectories.py"
+PAGE = "page_trajectories.py"
 
 
 @pytest.fixture(scope="module")
@@ -29,22 +27,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def open_page(monkeypatch: pytest.MonkeyPatch, root: Path, **picked: str) -> AppTest:
-    monkeypatch.setattr(sys, "argv", ["page", str(root)])
-    app = AppTest.from_file(str(PAGE), default_timeout=60)
-    for name, value in picked.items():
-        app.query_params[name] = value
-    app.run()
-    assert not app.exception, [error.value for error in app.exception]
-    return app
-
-
-def table(app: AppTest, title: str) -> Any:
-    return next(element.value for element in app.dataframe if title in element.value.columns)
-
-
 def test_the_tokens_of_an_arm(monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
-    app = open_page(monkeypatch, runs, run="tokens")
+    app = open_page(monkeypatch, runs, PAGE, run="tokens")
     assert any("81 tokens of 9 inputs" in caption.value for caption in app.caption)
     assert any(", the history score" in caption.value for caption in app.caption)
     assert len(app.get("plotly_chart")) == 4  # all, right and wrong, domains, forget factors
@@ -58,11 +42,11 @@ def test_the_tokens_of_an_arm(monkeypatch: pytest.MonkeyPatch, runs: Path) -> No
 
 
 def test_another_arm_can_be_picked(monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
-    app = open_page(monkeypatch, runs, run="tokens", arm="other")
+    app = open_page(monkeypatch, runs, PAGE, run="tokens", arm="other")
     assert table(app, "Lowest input")["Highest input"].tolist() == ["0.0\u00a0%"] * 3
 
 
 def test_a_run_that_decides_for_sequences_says_there_are_no_paths(monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
-    app = open_page(monkeypatch, runs, run="sequences")
+    app = open_page(monkeypatch, runs, PAGE, run="sequences")
     assert "decides for each token by itself" in app.info[0].value
     assert not app.dataframe

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from profiler import methods
 from profiler.recorder import StepData
-from tests.profiler.tiny import disturb, exact_model, padded, wrapped
+from tests.profiler.tiny import SHAPES, STOCK_SHAPES, disturb, exact_model, padded, wrapped
 
 NEW_TOKENS = 3
 
@@ -29,11 +29,16 @@ class Arm:
         options = ",".join(str(value) for value in self.options.values()).replace(" ", "")
         return "-".join(part for part in (self.method, options, "disturbed" * self.disturbed) if part)
 
-    def wrap(self, shape: str = "llama") -> tuple[methods.Method, list[StepData]]:
-        handle, steps = wrapped(exact(shape), self.method, **self.options)
+    def wrap(self, shape: str | None = None) -> tuple[methods.Method, list[StepData]]:
+        handle, steps = wrapped(exact(shape or shapes_of(self.method)[0]), self.method, **self.options)
         if self.disturbed:
             disturb(handle)
         return handle, steps
+
+
+def shapes_of(method: str) -> list[str]:
+    """Shapes of the models that a method works on, the one to take where any will do first."""
+    return list(STOCK_SHAPES if methods.load(method).own_experts else SHAPES)
 
 
 def arms() -> list[Arm]:
@@ -47,11 +52,13 @@ def arms() -> list[Arm]:
         if "gates" in method.Config.model_fields:
             forced = [("random", 0.5), ("middle", 0.3), ("shared", 1.0)]
             found += [Arm(name, {"gates": {"forced": {"ratio": r, "pattern": p, "seed": 4}}}) for p, r in forced]
+        if method.own_experts:
+            found.append(Arm(name, {"experts": "all"}))
     return found
 
 
-#: Arms whose KV policy a serving engine cannot keep.
-UNSERVED = [
+#: Arms that decide anew in each step and put keys and values of skipped blocks into the cache.
+PROJECTING = [
     Arm("layerroute", {"kv_policy": "project"}, disturbed=True),
     Arm("layerroute", {"kv_policy": "project", "gates": {"forced": {"ratio": 0.5, "pattern": "random", "seed": 4}}}),
 ]

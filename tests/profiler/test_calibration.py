@@ -55,13 +55,23 @@ def test_the_threshold_gives_the_rate(checkpoint: str, variant: str, rate: float
 
 def test_the_quantile_of_one_pass_alone_would_miss(checkpoint: str) -> None:
     """What earlier layers skip changes the gates of later ones, which is why the rate is counted anew."""
-    _, gates, _ = calibration._decided(MODEL, "hero", {"checkpoint": checkpoint}, PROMPTS.ids)
+    _, gates, _ = calibration._decided(MODEL, "hero", {"checkpoint": checkpoint}, PROMPTS.ids, lambda share: None)
     guess = calibration._between(gates, 0.7)
     missed = adapters({"checkpoint": checkpoint, "threshold": guess})
     _, record = met(MODEL, "mine", "hero", {"checkpoint": checkpoint, "adapter_rate": 0.7}, PROMPTS)
     assert record is not None
     assert abs(sum(missed) / len(missed) - 0.7) > abs(record.achieved - 0.7)
     assert record.rounds > 1
+
+
+def test_how_far_the_search_is_at_least_is_told_on_the_way(checkpoint: str) -> None:
+    told: list[float] = []
+    options = {"checkpoint": checkpoint, "adapter_rate": 0.7}
+    _, record = met(MODEL, "mine", "hero", options, PROMPTS, share=told.append)
+    assert record is not None
+    assert told == sorted(told)
+    assert len(told) == record.rounds * record.prompts  # one word a prompt and round
+    assert 0 == told[0] < told[-1] < 1
 
 
 def test_a_guess_lies_between_two_gates() -> None:

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -112,7 +113,7 @@ def test_order_is_seeded_and_balanced(backbone: Any, tmp_path: Path, monkeypatch
     chosen = [arms.build(backbone, name, "dense", {}, None) for name in ("one", "other")]
     monkeypatch.setattr(measure, "INSTRUMENTED_REPEATS", 10**6)
     step_once(chosen)
-    monkeypatch.setattr(measure, "prefill", lambda handle, given: None)
+    monkeypatch.setattr(measure, "prefill", lambda handle, given: SAID)
 
     def order(name: str, seed: int, index: int = 0) -> list[str]:
         writer = RunWriter(tmp_path / name, Manifest(name="t", created_utc="x", pid=1, host="h"))
@@ -291,6 +292,10 @@ def test_nothing_but_steps_happens_while_steps_are_timed(
 # -- when it stops ------------------------------------------------------------------------------------
 
 
+#: What a step that is not run says.
+SAID = SimpleNamespace(logits=torch.zeros(1, 1, 2))
+
+
 class Clock:
     """Time that only steps move: `step(arm name, instrumented, number of the step)` gives seconds."""
 
@@ -303,9 +308,10 @@ class Clock:
     def perf_counter_ns(self) -> int:
         return round(self.now * 1e9)
 
-    def prefill(self, handle: Any, given: CellInputs) -> None:
+    def prefill(self, handle: Any, given: CellInputs) -> Any:
         self.now += self.step(handle.arm_name, handle.recorder.mode != "off", self.count)
         self.count += 1
+        return SAID
 
 
 def faked(

@@ -19,6 +19,18 @@ from profiler.presets import PRESETS
         ("llama-2-13b", 13_015_864_320, False),
         # Fifteen layers of attention 7,930,368, FFN 3·1024·6144 and two norms; embedding and head 1024·102,400 each.
         ("mohge-a3b", 611_817_984, False),
+        # Embedding and head 259·64 each, the last norm's 64; four layers of q and o 64·64, k and v 64·32, two norms of
+        # 64, a router 8·64, and 8 experts 3·64·96.
+        ("mixtral-tiny", 674_752, False),
+        # The same with experts 3·64·64, attention biases 64 + 2·32, a shared expert 3·64·64 and its gate 64.
+        ("qwen2-moe-tiny", 528_064, False),
+        # With experts 3·64·64 and two norms of 16 for queries and keys.
+        ("qwen3-moe-tiny", 478_272, False),
+        # With experts 3·64·96 and norms of 64 and 32.
+        ("olmoe-tiny", 675_136, False),
+        # Queries 64·32 + 32 + 32·96, keys and values 64·40 + 32 + 32·128, output 64·64; layer 0 dense, 3·64·96, the
+        # other three with 8 experts and a shared one of 3·64·64.
+        ("deepseek-v3-tiny", 449_216, False),
     ],
 )
 def test_parameters_on_the_meta_device(name, parameters, tied):
@@ -51,9 +63,11 @@ def test_heads_and_rotary_base(name, head_dim, q_rows, k_rows, theta):
     assert config.rope_parameters["rope_theta"] == theta
 
 
-def test_only_qwen_has_biases_in_attention():
-    biased = {n: models.skeleton(models.config(n)).model.layers[0].self_attn.q_proj.bias is not None for n in PRESETS}
-    assert [name for name, has in biased.items() if has] == ["qwen2.5-0.5b"]
+def test_only_qwen2_has_biases():
+    biased = {
+        n: any(k.endswith("bias") for k, _ in models.skeleton(models.config(n)).named_parameters()) for n in PRESETS
+    }
+    assert [name for name, has in biased.items() if has] == ["qwen2.5-0.5b", "qwen2-moe-tiny"]
 
 
 def tensors(seed, dtype="float32"):

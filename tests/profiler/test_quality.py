@@ -14,7 +14,7 @@ import torch
 from profiler import methods
 from profiler.errors import InputError
 from profiler.execution.kv import seal
-from profiler.quality import Item, load_items, perplexity, score
+from profiler.quality import Item, choose, likeliest, load_items, perplexity, score
 from profiler.recorder import Recorder
 from tests.profiler.slow_decoder import slow_forward
 from tests.profiler.tiny import disturb, exact_model, prompts_of, wrapped
@@ -245,3 +245,45 @@ def test_perplexity_of_a_uniform_guess_is_the_number_of_tokens_to_choose_from() 
     assert perplexity(10 * math.log(50), 10) == pytest.approx(50)
     assert perplexity(0.0, 3) == 1.0
     assert perplexity(1e6, 1) == math.inf
+
+
+# -- choices ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_choice_is_scored_by_hand_and_the_likeliest_a_token_is_taken() -> None:
+    handle, _ = wrapped(MODEL, "dense")
+    (prefix,) = prompts_of([6])
+    choices = tuple(tuple(ids) for ids in prompts_of([2, 9, 4, 1]))
+    asked_for = Item("i", "math", tuple(prefix), choices[1], "text", True, choices, 1)
+    scored = choose(handle, asked_for, "prefix")
+    slow = [slow_nll(item(prefix, ids), [True] * 6) for ids in choices]
+    assert [each.nll for each in scored] == pytest.approx(slow, rel=1e-9)
+    a_token = [nll / len(ids) for nll, ids in zip(slow, choices, strict=True)]
+    assert likeliest(scored) == a_token.index(min(a_token))
+    assert slow.index(min(slow)) == 3 != likeliest(scored)  # the sum would have taken the shortest
+
+
+def test_gates_of_every_choice_are_those_of_the_prompt() -> None:
+    handle, _ = wrapped(MODEL, "layerroute")
+    disturb(handle, seed=3)
+    prefix, *choices = prompts_of([8, 3, 5])
+    asked_for = Item("i", "math", tuple(prefix), tuple(choices[0]), "text", True, tuple(map(tuple, choices)), 0)
+    route = asked(handle, prefix)
+    assert not all(route)
+    slow = [slow_nll(item(prefix, ids), route) for ids in choices]
+    assert [each.nll for each in choose(handle, asked_for, "prefix")] == pytest.approx(slow, rel=1e-9)
+
+
+def test_items_have_choices_where_they_are_asked_for_and_none_would_be_cut(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "2 + 2?", "reference": "4", "choices": ["22", "4"]},
+        {"prompt": "What?", "reference": "so", "choices": ["so", "something else altogether"]},
+        {"prompt": "abcd"},
+    ]
+    assert [it.choices for it in items_of(tmp_path, rows)] == [(), (), ()]
+    first, second, third = items_of(tmp_path, rows, tasks=["perplexity", "multiple_choice"], max_tokens=20)
+    assert [bytes(ids).decode() for ids in first.choices] == ["\n22", "\n4"]
+    assert first.right == 1
+    assert (second.choices, third.choices) == ((), ())
+    with pytest.raises(InputError, match=r"multiple_choice needs prompts with 'choices', and none of the 1 items"):
+        items_of(tmp_path, rows[2:], tasks=["multiple_choice"])

@@ -154,6 +154,33 @@ def test_decisions_about_every_item_are_recorded_for_prompt_and_continuation(who
     assert whole.manifest.arm("cut").signal_starts == {}
 
 
+def test_choices_are_scored_unrecorded_and_counted_by_domain(tmp_path: Path) -> None:
+    rows = [
+        {"id": "a", "domain": "math", "prompt": "2 + 2?", "reference": "4", "choices": ["4", "5", "17"]},
+        {"id": "b", "domain": "math", "prompt": "3 + 3?", "reference": "6", "choices": ["1", "6"]},
+        {"id": "c", "domain": "code", "prompt": "print", "reference": "(1)", "choices": ["(1)", "[2]"]},
+        {"id": "d", "domain": "code", "prompt": "no choice here"},
+    ]
+    made = spec(tmp_path, quality={"source": "items.jsonl", "tasks": ["perplexity", "multiple_choice"]})
+    (tmp_path / "items.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    run = Run(running.run(made, tmp_path / "run"))
+    assert len(run.frame("steps").query("cell == 'quality'")) == 2 * 4 * len(ARMS)  # those of the references alone
+    scored = run.frame("choice_scores")
+    assert scored.groupby("arm").size().to_dict() == dict.fromkeys(ARMS, 3 + 2 + 2)
+    references = scored[scored["right"]].set_index(["arm", "item"])["nll"]
+    of_pass = run.frame("scores").set_index(["arm", "item"])["nll"].drop("d", level="item")
+    pd.testing.assert_series_equal(references.sort_index(), of_pass.sort_index(), rtol=1e-5)
+    figures = run.frame("quality").query("task == 'multiple_choice'").set_index(["arm", "domain"])
+    assert figures.loc["dense", "denominator"].to_dict() == {"all": 3, "math": 2, "code": 1}
+    for arm in ARMS:
+        hits = {}
+        for name, of_item in scored[scored["arm"] == arm].groupby("item"):
+            best = (of_item["nll"] / of_item["tokens"]).idxmin()
+            hits[name] = bool(of_item.loc[best, "right"])
+        assert figures.loc[(arm, "all"), "value"] == pytest.approx(sum(hits.values()) / 3)
+        assert figures.loc[(arm, "code"), "value"] == hits["c"]
+
+
 def test_steps_are_unique_and_their_gates_belong_to_them(whole: Run) -> None:
     steps = whole.frame("steps")
     assert steps["step"].is_unique
@@ -303,6 +330,9 @@ def test_evaluating_a_spec_takes_the_sections_defaults_where_it_has_none(tmp_pat
 
 
 def test_what_cannot_be_evaluated_is_refused_before_anything_is_written(whole: Run, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="evaluate layerroute-seeds-tiny: its checkpoints are trained first"):
+        evaluate("layerroute-seeds-tiny", [], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
     with pytest.raises(InputError, match="the model's dtype was 'float32' in that run and is 'float64' now"):
         evaluate(str(whole.path), ["model.dtype=float64"], tmp_path / "out")
     with pytest.raises(InputError, match="holds a run"):

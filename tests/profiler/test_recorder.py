@@ -280,6 +280,7 @@ def test_segments_of_a_real_step_are_within_its_wall_time(method: str) -> None:
         segments = {segment for segment, _ in step.segment_ns}
         assert segments == {"embedding", "attention", "ffn", "norm", "head"} | ({"router"} & {*segments})
         assert ("router" in segments) == (method == "layerroute")
+        assert {layer for segment, layer in step.segment_ns if segment == "norm"} == {-1}  # a layer's own: traces only
         ran = {layer for segment, layer in step.segment_ns if segment == "attention"}
         assert ran == ({*range(6)} if method == "dense" else {0, 1, 4, 5})  # 6 // 3 and the one after it start closed
 

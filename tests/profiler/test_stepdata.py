@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -146,7 +145,7 @@ def test_token_rows_that_equal_the_decisions_are_right_pads_apart() -> None:
             ["layer 7 attic: the manifest has no choice 0", "layer 7 attic: the manifest has no choice 1"],
         ),
         (
-            [replace(DECIDED[0], gate=np.array([0.5, np.nan], dtype=np.float32)), DECIDED[1]],
+            [DECIDED[0]._replace(gate=np.array([0.5, np.nan], dtype=np.float32)), DECIDED[1]],
             {(0, "block", 1): 3},
             ["layer 0 block: the gate of request 'b' is not finite"],
         ),
@@ -204,5 +203,5 @@ def test_a_fingerprint_tells_other_decisions_apart(change: Callable[[list[Decisi
 
 
 def test_a_fingerprint_leaves_out_what_may_round() -> None:
-    moved = [replace(each, gate=each.gate + np.float32(1e-6), signals={}) for each in DECIDED]
+    moved = [each._replace(gate=each.gate + np.float32(1e-6), signals={}) for each in DECIDED]
     assert digest(step(moved, {(0, "block", 1): 3})) == digest(step(DECIDED, {}))

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,18 @@ import pytest
 
 from profiler import writer as writing
 from profiler.errors import InputError, StoreError
-from profiler.records import FORMAT, TABLES, CellRecord, Manifest, ModelRecord, RuleRecord, signals_schema
+from profiler.records import (
+    FORMAT,
+    TABLES,
+    CellRecord,
+    Manifest,
+    ModelRecord,
+    RankRecord,
+    RuleRecord,
+    signals_schema,
+)
 from profiler.store import MANIFEST, Run, find_runs
-from profiler.writer import RunWriter, check_folder
+from profiler.writer import RESERVE, RunWriter, check_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -700,15 +710,40 @@ def test_another_rank_writes_its_parts_and_no_manifest(tmp_path: Path) -> None:
     first.append("steps", steps([1]), cell="c")
     before = (tmp_path / "run" / MANIFEST).read_bytes()
     first.flush()
-    other = RunWriter.__new__(RunWriter)
-    RunWriter.__init__(other, tmp_path / "other", manifest(), rank=3)
-    other.append("steps", steps([2]), cell="c")
+    other = RunWriter(tmp_path / "run", manifest(), rank=3)
+    other.append("steps", steps([2, 3]), cell="c")
+    cell = CellRecord(name="c", phase="prefill", batch=1, length=1)
+    assert other.written(cell) == {"steps": 2}
+    tallies = other.tallies()
     other.finish("complete")
-    assert not (tmp_path / "other" / MANIFEST).exists()
-    assert [p.name for p in (tmp_path / "other" / "steps").iterdir()] == ["part-c-r3-000000.parquet"]
-    assert pq.read_table(tmp_path / "other" / "steps")["rank"].to_pylist() == [3]
+    assert sorted(p.name for p in (tmp_path / "run" / "steps").iterdir()) == [
+        "part-c-r0-000000.parquet", "part-c-r3-000000.parquet",
+    ]  # fmt: skip
+    assert (tmp_path / "run" / RESERVE).exists()  # the first one's
     assert (tmp_path / "run" / MANIFEST).read_bytes() == before
+    first.manifest.cells.append(cell)
+    first.close_cell(cell, [Counter(steps=2)])
+    assert cell.counts == {"steps": 3}
+    first.add(*tallies)
     first.finish("complete")
+    found = Run(tmp_path / "run")
+    assert found.mismatches == []
+    assert sorted(found.frame("steps")["rank"]) == [0, 3, 3]
+    again = RunWriter(tmp_path / "run", manifest(), rank=3)
+    assert again._part == 1  # a part's name never stands for two contents
+    again.finish("complete")
+
+
+def test_rows_that_interrupted_ranks_could_not_tell_of_are_no_mismatch(tmp_path: Path) -> None:
+    for ranks, expected in ((1, 1), (2, 0)):
+        several = manifest()
+        several.ranks = [RankRecord(rank=rank, pid=1, host="h", threads=1) for rank in range(ranks)]
+        first = RunWriter(tmp_path / f"{ranks}", several)
+        other = RunWriter(tmp_path / f"{ranks}", manifest(), rank=1)
+        other.append("steps", steps([2]), cell="c")
+        other.finish("interrupted")
+        first.finish("interrupted")
+        assert len(Run(tmp_path / f"{ranks}").mismatches) == expected
 
 
 @pytest.mark.parametrize(

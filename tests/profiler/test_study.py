@@ -24,6 +24,7 @@ from profiler.run import Quiet
 from profiler.store import Run
 from profiler.study_folder import SPEC, STUDY, Study, run_folder, training_folder
 from tests.profiler.tiny_runs import contents
+from tests.profiler.trainings import StopAt, same
 from workloads import loading, recipe
 from workloads.spec import Spec
 
@@ -53,22 +54,46 @@ def spec(**changes: Any) -> Spec:
     return Spec.model_validate(SPEC_DATA | changes)
 
 
+class Told(Quiet):
+    """Keeps the stages it was told, each with the shares of it, and the shares of the whole."""
+
+    def __init__(self) -> None:
+        self.stages: list[tuple[str, list[float]]] = []
+        self.shares: list[float] = []
+
+    def say(self, what: str) -> None:
+        self.stages.append((what, []))
+
+    def part(self, share: float) -> None:
+        self.stages[-1][1].append(share)
+
+    def at(self, share: float) -> None:
+        self.shares.append(share)
+
+
+TOLD = Told()
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One uninterrupted study."""
     threads = torch.get_num_threads()
-    folder = study.run(spec(), tmp_path_factory.mktemp("whole") / "study")
+    folder = study.run(spec(), tmp_path_factory.mktemp("whole") / "study", progress=TOLD)
     assert torch.get_num_threads() == threads
     return folder
+
+
+def test_progress_tells_the_seed_the_share_of_its_stage_and_that_of_the_whole(whole: Path) -> None:
+    assert TOLD.shares == sorted(TOLD.shares)
+    assert TOLD.shares[-1] == 1.0
+    for seed in (0, 5):
+        of_seed = [shares for what, shares in TOLD.stages if what.startswith(f"seed {seed}: ")]
+        assert max(max(shares, default=0.0) for shares in of_seed) == 1.0
 
 
 def weights(folder: Path, seed: int) -> dict[str, torch.Tensor]:
     checkpoint = training_folder(folder, seed) / train.CHECKPOINT
     return load_file(checkpoint / "routers.safetensors") | load_file(checkpoint / "adapter_model.safetensors")
-
-
-def same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def decisions(run: Run) -> list[tuple[Any, ...]]:
@@ -92,7 +117,7 @@ def test_each_seed_is_trained_and_measured_into_folders_of_its_own(whole: Path) 
         of_seed = recipe.load(training_folder(whole, seed) / train.RECIPE_FILE)
         assert (of_seed.training.seed, of_seed.training.steps) == (seed, 2)
         assert Run(run_folder(whole, seed)).state == "complete"
-    assert not same_weights(weights(whole, 0), weights(whole, 5))
+    assert not same(weights(whole, 0), weights(whole, 5))
 
 
 def test_a_seed_s_run_is_one_like_any_other(whole: Path) -> None:
@@ -137,17 +162,6 @@ def test_what_seeds_share_can_be_compared(whole: Path) -> None:
 # -- interrupted, killed, failed ------------------------------------------------------------------------------------
 
 
-class StopAt(Quiet):
-    """Interrupts the study once a share of it is done, as Ctrl-C would."""
-
-    def __init__(self, share: float) -> None:
-        self.share = share
-
-    def at(self, share: float) -> None:
-        if share >= self.share:
-            raise KeyboardInterrupt
-
-
 # A seed is a half, its training a quarter: in training, in measuring, and in both again for the second seed.
 @pytest.mark.parametrize(
     "share", [0.1, pytest.param(0.3, marks=pytest.mark.slow), pytest.param(0.6, marks=pytest.mark.slow), 0.76]
@@ -165,7 +179,7 @@ def test_an_interrupted_study_goes_on_to_the_same(whole: Path, tmp_path: Path, s
     if done:
         assert contents(folder / "seed-0") == before
     for seed in (0, 5):
-        assert same_weights(weights(folder, seed), weights(whole, seed))
+        assert same(weights(folder, seed), weights(whole, seed))
         assert decisions(Run(run_folder(folder, seed))) == decisions(Run(run_folder(whole, seed)))
 
 
@@ -203,7 +217,7 @@ def test_killed_before_a_training_wrote_its_recipe(copy: Path, whole: Path) -> N
     (training_folder(copy, 5) / "log.jsonl").write_text("")
     forget(copy, 5, trained=False, measured=False)
     study.run(spec(), copy, resume=True)
-    assert same_weights(weights(copy, 5), wanted)
+    assert same(weights(copy, 5), wanted)
 
 
 def test_killed_before_the_study_wrote_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from profiler import methods, models, train, training_log
+from profiler import methods, models, train
 from profiler.errors import InputError, RuleError
 from profiler.execution.likelihood import predicted, token_nll
 from profiler.recorder import Recorder
-from profiler.run import Quiet
+from tests.profiler.trainings import StopAt, logged, same
 from workloads import recipe as recipes
+from workloads.prompts import load_prompts
 from workloads.recipe import Recipe
+from workloads.spec import QualitySpec
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -37,15 +39,6 @@ def tiny(*overrides: str) -> Recipe:
 def tensors(folder: Path) -> dict[str, Tensor]:
     found = load_file(folder / "checkpoint" / "routers.safetensors")
     return found | load_file(folder / "checkpoint" / "adapter_model.safetensors")
-
-
-def same(a: Path, b: Path) -> bool:
-    x, y = tensors(a), tensors(b)
-    return x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
-
-
-def logged(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [line for line in training_log.read(folder) if line["kind"] == kind]
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +70,18 @@ def test_it_learns_and_says_what_it_did(whole: Path) -> None:
     assert start["trainable_parameters"] == 6 * (64 + 1) + 6 * 2 * (4 * 64 + 64 + 32 + 64 + 32)
     assert start["items"] == 120
     assert recipes.load(whole / "recipe.yaml") == tiny("training.stored_dtype=float32")
+
+
+def test_the_held_out_text_is_a_file_that_quality_takes(whole: Path) -> None:
+    recipe = tiny()
+    tokenizer = models.load("tiny").tokenizer
+    assert tokenizer is not None
+    items = train.training_data.items(recipe.data, tokenizer, recipe.training.length)
+    split = train.training_data.split(items, recipe.data.held_out, recipe.training.seed)
+    kept = load_prompts(QualitySpec(source=str(whole / train.HELD_OUT_FILE), count=1000))
+    assert sorted(p.id for p in kept) == sorted(item.id for group in split.held_out.values() for item in group)
+    assert {len(p.choices) for p in kept} == {4}
+    assert not {item.id for item in split.training} & {p.id for p in kept}
 
 
 def test_held_out_figures_are_those_of_the_untouched_model_at_first(whole: Path) -> None:
@@ -122,9 +127,9 @@ def test_equal_seeds_give_equal_weights_and_others_do_not(whole: Path, tmp_path:
     torch.manual_seed(99)  # the caller's random state has no part in it
     torch.rand(7)
     train.train(tiny("training.stored_dtype=float32"), tmp_path / "again")
-    assert same(whole, tmp_path / "again")
+    assert same(tensors(whole), tensors(tmp_path / "again"))
     train.train(tiny("training.stored_dtype=float32", "training.seed=1"), tmp_path / "other")
-    assert not same(whole, tmp_path / "other")
+    assert not same(tensors(whole), tensors(tmp_path / "other"))
 
 
 def test_the_caller_s_random_state_is_left_alone(tmp_path: Path) -> None:
@@ -135,17 +140,6 @@ def test_the_caller_s_random_state_is_left_alone(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), wanted)
 
 
-class StopAt(Quiet):
-    """Interrupts the training once a share of it is done, as Ctrl-C would."""
-
-    def __init__(self, share: float) -> None:
-        self.share = share
-
-    def at(self, share: float) -> None:
-        if share >= self.share:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("share", [0.2, 0.55, 0.99])
 def test_an_interrupted_training_goes_on_to_the_same_weights(whole: Path, tmp_path: Path, share: float) -> None:
     recipe, folder = tiny("training.stored_dtype=float32"), tmp_path / "run"
@@ -153,7 +147,7 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(whole: Path, tmp_pa
         train.train(recipe, folder, progress=StopAt(share))
     assert not (folder / "checkpoint").exists()
     train.train(recipe, folder, resume=True)
-    assert same(whole, folder)
+    assert same(tensors(whole), tensors(folder))
     assert [line["step"] for line in logged(folder, "step")] == list(range(1, 13))
     assert [line["step"] for line in logged(folder, "held_out")] == [0, 6, 12]
     for mine, theirs in zip(logged(folder, "step"), logged(whole, "step"), strict=True):
@@ -164,7 +158,7 @@ def test_resuming_a_finished_training_changes_nothing(whole: Path, tmp_path: Pat
     recipe = tiny("training.stored_dtype=float32")
     train.train(recipe, tmp_path / "run")
     train.train(recipe, tmp_path / "run", resume=True)
-    assert same(whole, tmp_path / "run")
+    assert same(tensors(whole), tensors(tmp_path / "run"))
     assert [line["step"] for line in logged(tmp_path / "run", "held_out")] == [0, 6, 12]
     assert len(logged(tmp_path / "run", "end")) == 1
 
@@ -184,7 +178,7 @@ def test_a_killed_training_goes_on_to_the_same_weights(whole: Path, tmp_path: Pa
     assert (folder / "state").is_dir()
     done = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert same(whole, folder)
+    assert same(tensors(whole), tensors(folder))
 
 
 def test_another_recipe_does_not_go_on_with_a_state(tmp_path: Path) -> None:

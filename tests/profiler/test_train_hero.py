@@ -16,7 +16,7 @@ from profiler import arms, checkpoints, methods, models, train, training_log
 from profiler.execution.likelihood import predicted, token_nll
 from profiler.methods.hero import Hero
 from profiler.recorder import Recorder
-from profiler.run import Quiet
+from tests.profiler.trainings import StopAt, logged, same
 from workloads import recipe as recipes
 from workloads.recipe import Recipe, TrainingSpec
 
@@ -29,15 +29,6 @@ def tiny(*overrides: str) -> Recipe:
 
 def tensors(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "checkpoint" / "hero.safetensors")
-
-
-def same(a: Path, b: Path) -> bool:
-    x, y = tensors(a), tensors(b)
-    return x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
-
-
-def logged(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [line for line in training_log.read(folder) if line["kind"] == kind]
 
 
 @pytest.fixture(scope="module")
@@ -152,25 +143,14 @@ def test_a_finished_checkpoint_is_an_arm_s(whole: Path) -> None:
 def test_equal_seeds_give_equal_weights_and_others_do_not(whole: Path, tmp_path: Path) -> None:
     torch.manual_seed(99)  # the caller's random state has no part in it
     train.train(tiny(FLOAT32), tmp_path / "again")
-    assert same(whole, tmp_path / "again")
+    assert same(tensors(whole), tensors(tmp_path / "again"))
     train.train(tiny(FLOAT32, "training.seed=1", "training.steps=1"), tmp_path / "other")
-    assert not same(whole, tmp_path / "other")
+    assert not same(tensors(whole), tensors(tmp_path / "other"))
 
 
 def test_gradient_checkpointing_trains_the_same_weights(whole: Path, tmp_path: Path) -> None:
     train.train(tiny(FLOAT32, "training.gradient_checkpointing=true"), tmp_path / "run")
-    assert same(whole, tmp_path / "run")
-
-
-class StopAt(Quiet):
-    """Interrupts the training once a share of it is done, as Ctrl-C would."""
-
-    def __init__(self, share: float) -> None:
-        self.share = share
-
-    def at(self, share: float) -> None:
-        if share >= self.share:
-            raise KeyboardInterrupt
+    assert same(tensors(whole), tensors(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("share", [0.2, 0.55])
@@ -180,7 +160,7 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(whole: Path, tmp_pa
     with pytest.raises(KeyboardInterrupt):
         train.train(tiny(FLOAT32), folder, progress=StopAt(share))
     train.train(tiny(FLOAT32), folder, resume=True)
-    assert same(whole, folder)
+    assert same(tensors(whole), tensors(folder))
     for mine, theirs in zip(logged(folder, "step"), logged(whole, "step"), strict=True):
         assert mine["loss"] == theirs["loss"]
 

@@ -29,9 +29,24 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2-untied": {"model_type": "qwen2", "tie_word_embeddings": False},
 }
 
+_ROUTED = {"num_experts": 6, "num_experts_per_tok": 2}
+#: Mixture-of-experts models of transformers whose routers see what the model's dtype holds, so that float64 is exact.
+STOCK_SHAPES: dict[str, dict[str, Any]] = {
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen2-moe": {
+        "model_type": "qwen2_moe", "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20,
+        "mlp_only_layers": [1], "tie_word_embeddings": True, **_ROUTED,
+    },
+    "qwen3-moe": {
+        "model_type": "qwen3_moe", "moe_intermediate_size": 24, "mlp_only_layers": [0], "head_dim": 8,
+        "norm_topk_prob": True, **_ROUTED,
+    },
+    "olmoe": {"model_type": "olmoe", **_ROUTED},
+}  # fmt: skip
+
 
 def config_of(shape: str, **settings: Any) -> Any:
-    """The config of one of `SHAPES`: 6 layers, width 32, 4 heads on 2 key/value heads."""
+    """The config of one of `SHAPES` or `STOCK_SHAPES`: 6 layers, width 32, 4 heads on 2 key/value heads."""
     given = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -44,7 +59,7 @@ def config_of(shape: str, **settings: Any) -> Any:
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
-        **SHAPES[shape],
+        **{**SHAPES, **STOCK_SHAPES}[shape],
         **settings,
     }
     return AutoConfig.for_model(given.pop("model_type"), **given)
@@ -55,7 +70,11 @@ def random_model(shape: str, *, seed: int = 0, dtype: torch.dtype = torch.float6
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config_of(shape, **settings), dtype=dtype, attn_implementation="sdpa"
+            config_of(shape, **settings),
+            dtype=dtype,
+            attn_implementation="sdpa",
+            # What transformers takes otherwise, grouped products, does not know float64.
+            **({"experts_implementation": "eager"} if shape in STOCK_SHAPES else {}),
         )
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:

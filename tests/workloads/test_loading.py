@@ -29,6 +29,8 @@ BUILTIN = [
     "layerroute-baselines",
     "layerroute-seeds",
     "layerroute-seeds-tiny",
+    "mohge-ep4",
+    "mohge-relatives",
     "prefill-512",
     "quickstart",
     "tiny",
@@ -186,10 +188,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         changed(zzz=1),
         [
             "zzz: unknown key; known here: name, model, arms, prompts, cells, measure, trace, quality, train, seeds, "
-            "privacy"
+            "parallel, privacy"
         ],
     ),
-    *[(changed(**{key: {}}), [f"{key}: is not part of this version"]) for key in ("serve", "parallel")],
+    (changed(serve={}), ["serve: is not part of this version"]),
     (changed(model={"source": "tiny", "dtyp": 1}), ["model.dtyp: unknown key; the nearest known is 'dtype'"]),
     (
         changed(model={"source": "tiny", "dtype": "float31"}),

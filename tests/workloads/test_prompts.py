@@ -160,3 +160,18 @@ def test_items_of_the_quality_section_are_chosen_alike_and_its_errors_name_it(tm
         with pytest.raises(InputError) as caught:
             load_prompts(quality.model_copy(update=changes))
         assert str(caught.value).startswith(said)
+
+
+def test_choices_are_kept_in_their_order_and_must_hold_the_reference(tmp_path: Path) -> None:
+    row: dict[str, Any] = {"prompt": "2 + 2?", "reference": "4", "choices": ["5", "4", "22"]}
+    (prompt,) = load_prompts(lines(tmp_path / "p.jsonl", [row]))
+    assert (prompt.reference, prompt.choices) == ("4", ("5", "4", "22"))
+    for wrong, said in (
+        ({"choices": ["5", "6"]}, "'reference' must be one of 'choices'"),
+        ({"choices": ["4"]}, "must be two texts or more, no two of them alike; there are 1, 1 of them different"),
+        ({"choices": ["4", "5", "5"]}, "there are 3, 2 of them different"),
+        ({"choices": ["4", 5]}, "must be a list of texts that are not empty"),
+        ({"choices": "4"}, "must be a list of texts"),
+        ({"reference": None}, "'reference' must be one of 'choices'"),
+    ):
+        assert said in refusal(lines(tmp_path / "p.jsonl", [row | wrong]))

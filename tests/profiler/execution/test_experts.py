@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from profiler.execution import experts as modules
 from profiler.execution.experts import Dispatch, Experts, SwiGLU, dispatch
 
 STRATEGIES = ("sequential", "per_width", "padded", "packed")
@@ -70,6 +71,24 @@ def test_strategies_are_the_loops(strategy: str, widths: list[int], rows: int) -
         for given in (weight, None):
             y = experts.run(strategy, x, dispatch(choice, given, len(widths)))
             assert close(y, slow(experts, x, choice, given))
+
+
+@pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_packed_with_many_rows_an_expert_is_packed_with_few(
+    widths: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every choice, some experts without a row, and nobody: expert by expert through one buffer."""
+    experts = made(widths, dtype)
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+    x, choice, weight = inputs(len(widths), 11)
+    for chosen in (choice, choice[:, :1] * 0, choice.masked_fill(torch.arange(11)[:, None] != 4, -1)):
+        to = dispatch(chosen, weight[:, : chosen.shape[1]], len(widths), full=False)
+        with torch.no_grad():
+            monkeypatch.setattr(modules, "BUFFERED_ROWS", 10**9)
+            few = experts.run("packed", x.to(dtype), to)
+            monkeypatch.setattr(modules, "BUFFERED_ROWS", 0)
+            assert close(experts.run("packed", x.to(dtype), to), few, bound)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -138,15 +157,20 @@ def test_equal_widths_are_one_grouped_product(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
     to = dispatch(choice, weight.float(), 4)
+    grouped = experts.run("packed", x.float(), to)
+    assert calls == [24, D]
+    calls.clear()
+    experts.run("per_width", x.float(), to)
+    assert calls == [12, 12, D]
+    calls.clear()
+    made(WIDTHS["standard"]).run("packed", x, dispatch(choice, weight, 4))
+    assert calls == []  # float64
+    monkeypatch.setattr(modules, "BUFFERED_ROWS", 0)
+    assert torch.equal(experts.run("packed", x.float(), to), grouped)  # a gradient is wanted
+    calls.clear()
     with torch.no_grad():
-        experts.run("packed", x.float(), to)
-        assert calls == [24, D]
-        calls.clear()
-        experts.run("per_width", x.float(), to)
-        assert calls == [12, 12, D]
-        calls.clear()
-        made(WIDTHS["standard"]).run("packed", x, dispatch(choice, weight, 4))
-        assert calls == []  # float64
+        assert close(experts.run("packed", x.float(), to), grouped.detach(), 1e-6)
+    assert calls == []
 
 
 def test_pairs_are_sorted_by_expert_with_rows_ascending_and_counted() -> None:

@@ -237,8 +237,8 @@ def test_rows_and_segments_by_hand() -> None:
     assert len(skipping) > 0
     for step in steps:
         assert {layer for segment, layer in step.segment_ns if segment == "kv"} == skipping
-        norms = {layer for segment, layer in step.segment_ns if segment == "norm" and layer >= 0}
-        assert norms == {layer for layer in range(LAYERS) if any(route[layer] for route in routes)}
+        ran = {layer for segment, layer in step.segment_ns if segment == "ffn"}
+        assert ran == {layer for layer in range(LAYERS) if any(route[layer] for route in routes)}
     for layer in range(LAYERS):
         kv, later = (steps[i].counts[layer, "kv", 0] for i in (0, 2))
         assert (kv.rows, kv.padded) == (sum(lengths), 4 * 9 - sum(lengths))
@@ -531,12 +531,53 @@ def test_kv_bytes_by_hand(policy: str) -> None:
     assert handle.kv_policy == policy
 
 
-@pytest.mark.parametrize("policy", ["project", "recompute"])
-def test_a_serving_engine_is_refused(policy: str, caplog: pytest.LogCaptureFixture) -> None:
-    handle, _ = routed(policy)
+# -- under a serving engine ----------------------------------------------------------------------------
+
+
+def test_project_under_a_serving_engine_equals_the_uncached_reference(caplog: pytest.LogCaptureFixture) -> None:
+    """Six prompts, four at a time, so that prompts join requests that decode; decisions change on the way."""
+    handle, steps = routed("project")
+    model = backbone(handle, "llama")
+    lengths = zip(prompts_of([9, 1, 4, 13, 2, 6]), [6, 2, 9, 4, 7, 5], strict=True)
+    requests = {f"q{i}": each for i, each in enumerate(lengths)}
+    steps.clear()
+    with caplog.at_level("CRITICAL"):
+        found = serve(handle.model, requests, max_requests_per_batch=4)
+    prove(handle, steps)
+    assert {"mixed", "decode"} <= {step.phase for step in steps}
+    changes = 0
+    for name, (prompt, new) in requests.items():
+        assert found[name].error is None
+        said = found[name].generated_tokens
+        with torch.no_grad():
+            slow = slow_running(
+                model.state_dict(), model.config, [*prompt, *said], len(prompt), routers=routers_of(handle)
+            )
+        assert said == slow.logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        mine = [step for step in steps if name in step.sequences.requests]
+        for step, wanted in zip(mine, slow.ran, strict=False):
+            row = step.sequences.requests.index(name)
+            assert [bool(d.choice[row]) for d in step.decisions] == list(wanted)
+        assert len(mine) == new  # the last token is said and never fed back
+        changes += sum(a != b for a, b in zip(slow.ran, slow.ran[1:], strict=False))
+    assert changes, "no decision changed while decoding; the test shows little"
+    every = range(model.config.num_hidden_layers)
+    for step in steps:  # a skipped block's keys and values are in the cache too
+        kept = [p + r for p, r in zip(step.sequences.past_S, step.sequences.rows_S, strict=True)]
+        assert step.kv is not None
+        assert step.kv[1] == sum(kept) * len(every) * key_value_bytes(model)
+
+
+def key_value_bytes(model: Any) -> int:
+    config = model.config
+    return int(2 * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads) * 8)
+
+
+def test_a_serving_engine_is_refused_where_no_cache_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    handle, _ = routed("recompute")
     with caplog.at_level("CRITICAL"):
         found = serve(handle.model, {"a": (prompts_of([5])[0], 3)})
-    said = f"kv_policy {policy} is not offered under a serving engine; serve with kv_policy request"
+    said = "kv_policy recompute keeps no cache and is not offered under a serving engine"
     assert all(said in str(result.error) for result in found.values())
 
 

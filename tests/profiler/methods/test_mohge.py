@@ -473,5 +473,5 @@ def test_steps_are_recorded_with_pads_running_no_expert() -> None:
     assert (step.counts[3, "shared", 0].rows, step.counts[3, "shared", 0].padded) == (13, 5)
     assert (step.counts[3, "router", 0].rows, step.counts[3, "router", 0].padded) == (13, 5)
     assert {segment for segment, layer in step.segment_ns if layer == 3} == {
-        "attention", "norm", "ffn", "dispatch", "router", "experts", "shared",
+        "attention", "ffn", "dispatch", "router", "experts", "shared",
     }  # fmt: skip

@@ -14,7 +14,7 @@ from profiler.execution.routes import ForcedGates
 from profiler.recorder import StepData
 from profiler.stepdata import executed_as_decided
 from tests.profiler.engine import engine, serve
-from tests.profiler.routed_arms import Arm, arms
+from tests.profiler.routed_arms import PROJECTING, Arm, arms
 from tests.profiler.slow_decoder import slow_forward, slow_generate
 from tests.profiler.tiny import exact_model, padded, prompts_of, pruned
 
@@ -45,7 +45,7 @@ def errors(found: dict) -> set[str]:
     return {str(result.error) for result in found.values()}
 
 
-@pytest.mark.parametrize("arm", arms(), ids=str)
+@pytest.mark.parametrize("arm", [*arms(), *PROJECTING], ids=str)
 def test_packed_requests_get_the_tokens_they_get_alone(arm: Arm) -> None:
     handle, steps = arm.wrap()
     found = serve(handle.model, REQUESTS, **AT_ONCE)
@@ -63,6 +63,28 @@ def test_packed_requests_get_the_tokens_they_get_alone(arm: Arm) -> None:
             entered[request] += rows
     # The last token is said and never fed back.
     assert entered == {name: len(prompt) + new - 1 for name, (prompt, new) in REQUESTS.items()}
+
+
+def test_bytes_of_the_paged_cache_are_its_pages_and_what_the_requests_need_of_them() -> None:
+    """Two requests of 5 and 9 tokens and pages of 4: two pages for the first, three for the second, of every layer."""
+    handle, steps = Arm("layerroute", {}, disturbed=True).wrap()
+    config = handle.model.config
+    a_token = 2 * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads) * 8  # float64
+    (short, long) = prompts_of([5, 9])
+    serve(handle.model, {"short": (short, 2), "long": (long, 2)})
+    first, second = steps[:2]
+    assert first.sequences.rows_S == [5, 9]
+    runs = [[], []]
+    for decision in first.decisions:
+        for i, choice in enumerate(decision.choice):
+            runs[i] += [decision.layer] * int(choice)
+    assert len(runs[0]) < config.num_hidden_layers  # so that live and allocated differ by more than ends of pages
+    assert first.kv == (
+        (2 + 3) * 4 * a_token * config.num_hidden_layers,
+        (5 * len(runs[0]) + 9 * len(runs[1])) * a_token,
+    )
+    assert second.kv is not None
+    assert second.kv[1] == (6 * len(runs[0]) + 10 * len(runs[1])) * a_token
 
 
 @pytest.mark.parametrize("shape", ["llama-tied", "qwen2-untied"])

@@ -1,0 +1,235 @@
+"""Runs of three real processes: the tables add up, the outputs are one process's, and a lost rank is named in time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from analysis.latency import step_samples
+from profiler.errors import InputError
+from profiler.run import run
+from profiler.store import Run
+from profiler.tracing import SUFFIX
+from tests.profiler import rank_runs
+from tests.profiler.rank_processes import forking, free_ports
+from tests.profiler.rank_runs import RANKS, TIMEOUT_S, spec
+
+#: Hidden size and item size of the tiny preset, and widths of the experts of `spec`.
+D, ITEM, WIDTHS = 64, 4, [8] * 3 + [16] * 3 + [24] * 3 + [32] * 3
+MODES = ("replicated", "data_parallel")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the four processes have done their part."""
+    into, ports = tmp_path_factory.mktemp("ranks"), free_ports(4)
+    context = forking()
+    processes = [context.Process(target=rank_runs.main, args=(number, ports, str(into))) for number in range(4)]
+    for process in processes:
+        process.start()
+    for process in (processes[0], processes[1], processes[3]):
+        process.join(240)
+    stopped = processes[2]
+    assert stopped.is_alive()
+    os.kill(stopped.pid or 0, signal.SIGKILL)
+    stopped.join(10)
+    assert [process.exitcode for process in processes] == [0, 0, -signal.SIGKILL, -signal.SIGKILL]
+    return into
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same spec in this process."""
+    return Run(run(spec(), tmp_path_factory.mktemp("alone") / "run"))
+
+
+def _said(folder: Path, process: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"{process}.json").read_text())
+    return found
+
+
+def _decisions(run: Run) -> list[tuple[Any, ...]]:
+    gates = run.frame("gates")
+    first = gates.groupby(["cell", "arm"])["step"].rank("dense").astype(int)
+    rows = zip(gates["cell"], first, gates["layer"], gates["request"], gates["position"], gates["choices"], strict=True)
+    return sorted((cell, step, layer, request, at, tuple(sorted(c))) for cell, step, layer, request, at, c in rows)
+
+
+def _totals(run: Run, table: str, columns: list[str], values: list[str]) -> pd.DataFrame:
+    """Sums over ranks; steps counted from the first of each (cell, arm)."""
+    frame = run.frame(table)
+    frame["nth"] = frame.groupby(["cell", "arm"])["step"].rank("dense")
+    return frame.groupby(["cell", "arm", "nth", *columns], as_index=False)[values].sum()
+
+
+@pytest.mark.parametrize("attention", MODES)
+def test_it_is_complete_and_says_what_one_process_says(folder: Path, alone: Run, attention: str) -> None:
+    found = Run(folder / attention)
+    assert found.state == "complete"
+    assert found.mismatches == []
+    assert all(rule.passed for rule in found.manifest.rules)
+    assert [record.rank for record in found.manifest.ranks] == [0, 1, 2]
+    assert [record.threads for record in found.manifest.ranks] == [1, 1, 1]
+    assert found.manifest.contention["ranks"] == 3
+    for mine, theirs in zip(found.manifest.cells, alone.manifest.cells, strict=True):
+        assert mine.outputs == theirs.outputs != {}
+        assert mine.stopped == "repeats"
+    assert _decisions(found) == _decisions(alone)
+
+
+@pytest.mark.parametrize("attention", MODES)
+def test_rows_and_loads_added_up_over_ranks_are_those_of_one_process(folder: Path, alone: Run, attention: str) -> None:
+    found = Run(folder / attention)
+    values = ["rows", "padded", "context"]
+    for table, columns, of in (
+        ("rows", ["layer", "site", "choice"], values),
+        ("loads", ["layer", "group", "expert"], ["tokens", "flops"]),
+    ):
+        pd.testing.assert_frame_equal(_totals(found, table, columns, of), _totals(alone, table, columns, of))
+    samples, wanted = step_samples(found), step_samples(alone)
+    assert set(samples["rows"]) == set(wanted["rows"]) == {5 * 8, 3}
+    timed = samples[samples["pass"] != "traced"]
+    assert len(timed) == len(wanted)  # a step is one, whatever the number of ranks
+    steps = found.frame("steps")
+    slowest = steps[steps["pass"] == "bare"].groupby("step")["wall_ns"].max()
+    assert timed[timed["pass"] == "bare"].set_index("step")["wall_ns"].to_dict() == slowest.to_dict()
+    loads = found.frame("loads")
+    assert (loads["group"] == loads["expert"] // 3).all()
+    assert (
+        loads["flops"] == [6 * D * WIDTHS[e] * n for e, n in zip(loads["expert"], loads["tokens"], strict=True)]
+    ).all()
+    # all_size: the i-th of every group on rank i.
+    assert (loads["rank"] == loads["expert"] % 3).all()
+
+
+@pytest.mark.parametrize("attention", MODES)
+def test_dispatch_says_who_sent_how_much_to_whom(folder: Path, attention: str) -> None:
+    found = Run(folder / attention)
+    sent, loads = found.frame("dispatch"), found.frame("loads")
+    assert (sent["rank"] == sent["source"]).all()
+    assert (sent["bytes"] == sent["tokens"] * D * ITEM).all()
+    assert set(zip(sent["source"], sent["destination"], strict=True)) == {(a, b) for a in range(3) for b in range(3)}
+    key = ["arm", "step", "layer"]
+    out = sent[sent["direction"] == "dispatch"]
+    arrived = out.groupby([*key, "destination"])["tokens"].sum()
+    computed = loads.groupby([*key, "rank"])["tokens"].sum()
+    computed.index.names = arrived.index.names
+    pd.testing.assert_series_equal(arrived[arrived > 0], computed)
+    back = sent[sent["direction"] == "combine"].rename(columns={"source": "destination", "destination": "source"})
+    both = out.merge(back, on=[*key, "source", "destination"], suffixes=("", "_back"))
+    assert len(both) == len(out) == len(back)
+    assert (both["tokens"] == both["tokens_back"]).all()
+
+
+@pytest.mark.parametrize("attention", MODES)
+def test_collectives_of_every_rank_are_timed(folder: Path, attention: str) -> None:
+    found = Run(folder / attention)
+    seen, steps = found.frame("collectives"), found.frame("steps")
+    instrumented = steps[(steps["pass"] == "instrumented") & (steps["arm"] == "mohge")]
+    operations = {"counts", "dispatch", "combine"} | ({"gather"} if attention == "replicated" else set())
+    assert set(seen["operation"]) == operations
+    assert len(seen) == len(instrumented) * 2 * len(operations)
+    assert (seen["dur_ns"] > 0).all()
+    within = seen.groupby(["step", "rank"])["dur_ns"].sum().reset_index()
+    within = within.merge(instrumented, on=["step", "rank"])
+    assert (within["dur_ns"] < within["wall_ns"]).all()
+    exchange = found.frame("segments").query("segment == 'exchange'").groupby(["step", "rank"])["ns"].sum()
+    spent = seen.groupby(["step", "rank"])["dur_ns"].sum()
+    assert ((exchange - spent).abs() < 0.2 * spent).all()
+    times = found.frame("expert_times")
+    assert set(times["width"]) <= {8, 16, 24, 32}
+    assert set(times["rank"]) == {0, 1, 2}
+
+
+def test_placements_in_force_and_to_compare_are_written_once(folder: Path) -> None:
+    found = Run(folder / "replicated")
+    placed, about = found.frame("placements"), found.manifest.arm("mohge").parallel
+    assert about is not None
+    assert (about.ranks, about.placement, about.attention) == (3, "all_size", "replicated")
+    assert (about.hidden, about.itemsize, about.widths_E, len(about.nodes)) == (D, ITEM, WIDTHS, 3)
+    assert set(placed["placement"]) == {"contiguous", "all_size", "interleaved", "balanced", "exact", "replicated"}
+    in_force = placed[placed["placement"] == "all_size"]
+    assert (in_force["rank"] == in_force["expert"] % 3).all()
+    assert sorted(zip(in_force["layer"], in_force["expert"], strict=True)) == [
+        (layer, expert) for layer in (4, 5) for expert in range(12)
+    ]
+    assert about.fitted_on["balanced"] == "the first 2 of 3 recorded steps"
+    loads = found.frame("loads")
+    assert sorted(set(loads["step"]))[:2] == about.fitted_steps
+    assert found.manifest.arm("dense").parallel is None
+
+
+def test_every_rank_leaves_a_trace(folder: Path) -> None:
+    files = sorted(path.name for path in (folder / "replicated" / "traces").iterdir())
+    assert len(files) == 2 * 2 * RANKS
+    assert sum(name.endswith(f".rank2{SUFFIX}") for name in files) == 4
+    kernels = Run(folder / "replicated").frame("kernels")
+    assert set(kernels["rank"]) == {0, 1, 2}
+
+
+# -- lost ranks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "why", "longest"), [("stopped", "is stopped (SIGSTOP)", 2 * TIMEOUT_S), ("killed", "is gone", TIMEOUT_S)]
+)
+def test_the_others_name_a_lost_rank_and_keep_what_was_recorded(
+    folder: Path, how: str, why: str, longest: float
+) -> None:
+    told = [_said(folder, process)[how] for process in (0, 1)]
+    for rank, each in enumerate(told):
+        assert each["said"].startswith(f"RankError: rank {rank} of 3 cannot go on: rank 2 (process ")
+        assert why in each["said"]
+        assert "rank 0 (" not in each["said"].partition("cannot go on")[2]
+    assert max(each["seconds"] for each in told) < 60 + longest
+    found = Run(folder / how)
+    assert found.state == "failed"
+    assert "rank 2 (process " in (found.manifest.state_detail or "")
+    prefill, decode = found.manifest.cells
+    assert prefill.done
+    assert not decode.done
+    assert found.mismatches == []
+    steps = found.frame("steps")
+    assert set(steps[steps["cell"] == prefill.name]["rank"]) == {0, 1, 2}
+
+
+# -- what is refused ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("started", "given", "problem"),
+    [
+        (2, spec(), r"parallel.experts \(3\) must be the number of processes started \(2\)"),
+    ],
+)
+def test_as_many_processes_as_the_spec_says(
+    started: int, given: Any, problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(started))
+    with pytest.raises(InputError, match=problem):
+        run(given, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_with_a_row_for_each_rank_is_needed() -> None:
+    with pytest.raises(ValueError, match="cell decode-b2-c8-n2 has a batch of 2 for 3 ranks"):
+        spec("data_parallel", cells={"decode": {"batch": [2], "context": [8], "new_tokens": 2}})
+
+
+def test_one_process_has_no_ranks_and_still_its_loads(alone: Run) -> None:
+    about = alone.manifest.arm("mohge").parallel
+    assert about is not None
+    assert about.ranks == 1
+    assert alone.manifest.ranks == []
+    for table in ("dispatch", "collectives", "placements"):
+        assert len(alone.frame(table)) == 0
+    loads = alone.frame("loads")
+    prefill = loads[loads["cell"] == "prefill-b5-l8"]
+    assert prefill.groupby("layer")["tokens"].sum().tolist() == [5 * 8 * 4, 5 * 8 * 4]  # four experts a token

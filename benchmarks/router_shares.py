@@ -7,6 +7,9 @@ the text that it held out, whose items are the same for one seed. Claims:
 2. with L_E four ranks are more even than without any loss: the median over (batch, layer) of max ÷ mean of weighted
    FLOPs, every rank holding as many experts of neighbouring groups (`contiguous`) or some of every size (`all_size`).
 
+What L_E looks at, experts inside their group, is printed beside it: max ÷ mean of a group's tokens, groups weighted by
+theirs.
+
 Usage, with the folders that were trained:
 
     python benchmarks/router_shares.py --none runs/mohge-none --expert runs/mohge-expert --both runs/mohge-both
@@ -46,7 +49,8 @@ class Seen:
     """One training's decisions on held-out text; a row a (token, layer).
 
     `group_R`: mean share of the row's choices in each group, `[rows, G]`; `width_R`: width taken; `domain_R`, and
-    `rank_R` of the token by frequency; `imbalance`: placement → max ÷ mean of weighted FLOPs of each (batch, layer).
+    `rank_R` of the token by frequency; `imbalance`: placement → max ÷ mean of weighted FLOPs of each (batch, layer);
+    `inside`: of each, max ÷ mean of tokens inside a group, groups weighted by their tokens.
     """
 
     widths: list[int]
@@ -55,6 +59,7 @@ class Seen:
     domain_R: NDArray[np.str_]
     rank_R: NDArray[np.int64]
     imbalance: dict[str, NDArray[np.float64]]
+    inside: NDArray[np.float64]
 
 
 def see(folder: Path) -> Seen:
@@ -72,7 +77,7 @@ def see(folder: Path) -> Seen:
     each = [int(width) for width in widths[:: rule.per_group]]
     placed = {name: BY_SHAPE[name](each, rule.per_group, RANKS) for name in ("contiguous", "all_size")}
     rank_E = {name: np.array([ranks[0] for ranks in place.where]) for name, place in placed.items()}
-    groups, taken, domains, ranks = [], [], [], []
+    groups, taken, domains, ranks, inside = [], [], [], [], []
     uneven: dict[str, list[float]] = {name: [] for name in placed}
     for domain, members in split.held_out.items():
         for start in range(0, len(members), BATCH):
@@ -89,13 +94,16 @@ def see(folder: Path) -> Seen:
                 taken.append(widths[choice_nK].sum(1))
                 domains += [domain] * len(choice_nK)
                 ranks += of_tokens
-                work_E = np.bincount(choice_nK.flatten(), minlength=len(widths)) * widths
+                count_E = np.bincount(choice_nK.flatten(), minlength=len(widths))
+                work_E = count_E * widths
+                # Of a group, max ÷ mean times its tokens is max times its number of experts.
+                inside.append(count_E.reshape(rule.groups, -1).max(1).sum() * rule.per_group / count_E.sum())
                 for name, of_expert in rank_E.items():
                     work = np.bincount(of_expert, weights=work_E, minlength=RANKS)
                     uneven[name].append(float(work.max() / work.mean()))
     return Seen(
         each, np.concatenate(groups), np.concatenate(taken), np.array(domains), np.array(ranks),
-        {name: np.array(ratios) for name, ratios in uneven.items()},
+        {name: np.array(ratios) for name, ratios in uneven.items()}, np.array(inside),
     )  # fmt: skip
 
 
@@ -115,6 +123,8 @@ def show(name: str, seen: Seen) -> None:
     for placement, ratios in seen.imbalance.items():
         middle, high = np.percentile(ratios, [50, 95])
         print(f"  max ÷ mean over {RANKS} ranks, {placement}: median {middle:.2f}, P95 {high:.2f}")
+    middle, high = np.percentile(seen.inside, [50, 95])
+    print(f"  max ÷ mean inside a group: median {middle:.2f}, P95 {high:.2f}")
 
 
 def claims(found: dict[str, Seen]) -> list[Claim]:

@@ -45,6 +45,9 @@ def experts_of(arm: ArmRecord, hidden: int | None) -> dict[int, list[Expert]]:
     for layer, choices in sorted(layers.items()):
         instead = [choice for choice in choices if choice.replacement_parameters]
         routed = sorted(instead or choices, key=lambda choice: choice.index)
+        # Past the experts there may be a choice that stands for all of them at once.
+        if arm.parallel is not None and arm.parallel.widths_E:
+            routed = routed[: len(arm.parallel.widths_E)]
         found[layer] = [Expert(c.index, c.name, _group(c.name), _width(c, hidden)) for c in routed]
     return found
 

@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from profiler import costs, methods, models, preflight, study
+from profiler.execution.stock_experts import model_choices
 from profiler.measure import INSTRUMENTED_REPEATS
 from profiler.records import Choice
 from profiler.store import free_bytes
@@ -126,7 +127,7 @@ class _Steps:
     """Time and memory of the dense model's steps."""
 
     def __init__(self, skeleton: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
-        self.choices: list[Choice] = costs.dense_choices(skeleton)
+        self.choices: list[Choice] = model_choices(skeleton)
         self.speed, self.stream = _speeds(dtype, device)
         self.itemsize = dtype.itemsize
         self.layers = int(skeleton.config.num_hidden_layers)

@@ -118,10 +118,11 @@ def plan(spec: Spec) -> list[ArmPlan]:
     Raises:
         SpecError: as `preflight.check`.
     """
-    from profiler import checkpoints, costs, methods, preflight
+    from profiler import checkpoints, methods, preflight
+    from profiler.execution.stock_experts import model_choices
 
     skeleton = preflight.check(spec)
-    dense = costs.dense_choices(skeleton)
+    dense = model_choices(skeleton)
     found = []
     for arm in spec.arms:
         options = checkpoints.resolve(arm.method, preflight.options_of(spec, arm), skeleton)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -296,7 +297,7 @@ class Recorder:
     _held: int = 0
     _dropped: int = 0
     _counts: dict[tuple[int, str, int], Count] = field(default_factory=dict)
-    _late: list[tuple[tuple[int, str, int], Tensor]] = field(default_factory=list)
+    _late: list[tuple[tuple[int, str, int], tuple[Tensor, ...]]] = field(default_factory=list)
     _traffic: list[Traffic] = field(default_factory=list)
     _exchanges: list[tuple[int, str, Any, Any]] = field(default_factory=list)
     _view: RowView | None = None
@@ -368,15 +369,16 @@ class Recorder:
         ]
         self._buffer.numbers[: len(kept), columns].copy_(torch.stack(kept))
 
-    def entered(self, layer: int, site: str, choice: int, rows: Tensor) -> None:
+    def entered(self, layer: int, site: str, choice: int, rows: Tensor, padded: Tensor | None = None) -> None:
         """Count rows of products that have their numbers from the device, read at the step's end.
 
         Args:
             choice: the choice whose product it is; the first of n.
             rows: an integer, or `[n]` of them for `choice`, `choice` + 1, …
+            padded: pads computed with them, as many numbers; None where there are none.
         """
         if self.recording:
-            self._late.append(((layer, site, choice), rows))
+            self._late.append(((layer, site, choice), (rows,) if padded is None else (rows, padded)))
 
     @contextmanager
     def executing(self, view: RowView) -> Iterator[None]:
@@ -574,13 +576,18 @@ class Recorder:
         return [slot if isinstance(slot, Decision) else slot.read(numbers) for slot in self._slots]
 
     def _count_late(self) -> None:
-        if self._late:
-            numbers = iter(torch.cat([rows.detach().reshape(-1).long() for _, rows in self._late]).tolist())
-            for (layer, site, first), each in self._late:
-                for choice in range(first, first + each.numel()):
-                    rows = next(numbers)
-                    if rows or each.numel() == 1:  # of many choices most may have none
-                        self._counts.setdefault((layer, site, choice), Count()).rows += rows
+        if not self._late:
+            return
+        every = [part.detach().reshape(-1).long() for _, parts in self._late for part in parts]
+        numbers = iter(torch.cat(every).tolist())
+        for (layer, site, first), parts in self._late:
+            size = parts[0].numel()
+            entered, padded = (list(islice(numbers, size)) if part < len(parts) else [0] * size for part in range(2))
+            for choice, rows, pads in zip(range(first, first + size), entered, padded, strict=True):
+                if rows or pads or size == 1:  # of many choices most may have none
+                    found = self._counts.setdefault((layer, site, choice), Count())
+                    found.rows += rows
+                    found.padded += pads
 
 
 class _Span:

@@ -34,7 +34,7 @@ from profiler.records import CellRecord, Manifest, RuleRecord, Unsupported
 from profiler.telemetry import PERIOD_S, Telemetry
 from profiler.traced import trace_cell
 from profiler.writer import RunWriter, check_folder
-from workloads.spec import Spec
+from workloads.spec import AS_IT_IS, Spec
 
 #: Between samples that are not kept: those of ranks other than the first.
 IDLE_S = 3600.0
@@ -295,7 +295,8 @@ def _run(prepared: Prepared, writer: RunWriter, progress: Progress, ranks: Ranks
             )
         _enforce(manifest.rules)
         writer.save_manifest()
-        dense = tree(prepared.loaded.model, "dense", methods.configure("dense", {}))
+        plain = next(arm for arm in spec.arms if arm.method in AS_IT_IS)
+        dense = tree(prepared.loaded.model, plain.method, methods.configure(plain.method, plain.options))
         parts = len(manifest.cells) + (1 if prepared.items else 0)
         for index, cell in enumerate(manifest.cells):
             if cell.done:

@@ -26,6 +26,7 @@ from profiler import checkpoints, methods
 from profiler.arms import describe
 from profiler.costs import backbone_parameters
 from profiler.errors import InputError, RuleError
+from profiler.execution.stock_experts import has_experts
 from profiler.recorder import Recorder, StepData
 from profiler.records import CellRecord, ModelRecord, Phase, RuleRecord
 from profiler.run import new_manifest, opened
@@ -199,7 +200,8 @@ def record(model: PreTrainedModel, out: str | Path, arm: str = "mine") -> Iterat
     """Record every forward of `model` into the run folder `out` while the block runs.
 
     Args:
-        model: wrapped by any method (`wrap`), or unwrapped, which records it as dense and leaves it unwrapped.
+        model: wrapped by any method (`wrap`), or unwrapped, which records it as it is (dense, or with experts of its
+            own as stock_moe) and leaves it unwrapped.
         out: the run folder, new or empty.
         arm: what the arm is called in the folder; letters, digits, '.', '_' and '-'.
 
@@ -244,12 +246,12 @@ def record(model: PreTrainedModel, out: str | Path, arm: str = "mine") -> Iterat
 
 @contextmanager
 def _handle(model: PreTrainedModel) -> Iterator[methods.Method]:
-    """The model's own handle, or for the time being one of the dense method."""
+    """The model's own handle, or for the time being one of the method that takes it as it is."""
     known = methods.handle_of(model)
     if known is not None:
         yield known
         return
-    handle = wrap(model, "dense")
+    handle = wrap(model, "stock_moe" if has_experts(model) else "dense")
     try:
         yield handle
     finally:

@@ -29,6 +29,8 @@ LATER_KEYS = ("serve",)
 
 #: The method every spec with a routed arm needs as its baseline.
 DENSE = "dense"
+#: Methods that run a model as it is: `dense`, and `stock_moe` where the model has experts of its own.
+AS_IT_IS = (DENSE, "stock_moe")
 #: `prompts.source` of the prompts that ship with the package.
 BUILTIN = "builtin"
 #: An arm's `checkpoint` that stands for what the spec's own `train` section makes, seed by seed.
@@ -120,7 +122,7 @@ class ArmSpec(BaseModel):
         description="A method's name (dense, layerroute), or a dotted name to load from outside the tree."
     )
     twin: str | None = Field(
-        default=None, description="The arm it is compared with; the first dense arm unless it is dense itself."
+        default=None, description="The arm it is compared with; the first dense or stock_moe arm unless it is that."
     )
 
     @property
@@ -379,14 +381,14 @@ class Spec(_Section):
         twice = [name for name in names if [n.casefold() for n in names].count(name.casefold()) > 1]
         if twice:
             raise _broken(f"arm names must differ (also in more than case), and these do not: {', '.join(twice)}")
-        dense = next((arm.name for arm in arms if arm.method == DENSE), None)
-        routed = [arm.name for arm in arms if arm.method != DENSE]
-        if routed and dense is None:
+        baseline = next((arm.name for arm in arms if arm.method in AS_IT_IS), None)
+        routed = [arm.name for arm in arms if arm.method not in AS_IT_IS]
+        if routed and baseline is None:
             raise _broken(
                 f"arm {routed[0]!r} needs a baseline, and no arm has method: {DENSE}; "
                 f"add one, such as {{name: {DENSE}, method: {DENSE}}}"
             )
-        return [_with_twin(arm, names, dense) for arm in arms]
+        return [_with_twin(arm, names, baseline) for arm in arms]
 
     @field_validator("train")
     @classmethod
@@ -472,9 +474,9 @@ def run_name(study: str, seed: int) -> str:
     return f"{study}-seed-{seed}"
 
 
-def _with_twin(arm: ArmSpec, names: Sequence[str], dense: str | None) -> ArmSpec:
+def _with_twin(arm: ArmSpec, names: Sequence[str], baseline: str | None) -> ArmSpec:
     if arm.twin is None:
-        return arm if arm.method == DENSE else arm.model_copy(update={"twin": dense})
+        return arm if arm.method == DENSE or arm.name == baseline else arm.model_copy(update={"twin": baseline})
     if arm.twin == arm.name:
         raise _broken(f"the twin of arm {arm.name!r} must be another arm, not itself")
     if arm.twin not in names:

@@ -192,14 +192,16 @@ class StockMoe(Method):
         return experts(x_Nd, choice_NK, weight_NK)
 
     def _count(self, layer: int, block: StockBlock, choice_NK: Tensor) -> None:
-        """Count the rows that enter each expert, pads left out; nothing waits for the numbers."""
+        """Count the rows that enter each expert, pads apart; nothing waits for the numbers."""
         sequences = self.tracker.current
         assert sequences is not None
-        ones_NK = torch.ones_like(choice_NK)
+        real_NK = torch.ones_like(choice_NK)
         if sequences.real_BT is not None:
-            ones_NK = ones_NK * sequences.real_BT.to(choice_NK.device).flatten()[:, None]
+            real_NK = real_NK * sequences.real_BT.to(choice_NK.device).flatten()[:, None]
         if self._all:
-            self.recorder.entered(layer, SITE, block.number, ones_NK[:, 0].sum())
+            rows = real_NK[:, 0].sum()
+            self.recorder.entered(layer, SITE, block.number, rows, len(real_NK) - rows)
             return
-        count_E = choice_NK.new_zeros(block.number).scatter_add(0, choice_NK.flatten(), ones_NK.flatten())
-        self.recorder.entered(layer, SITE, 0, count_E)
+        none_E = choice_NK.new_zeros(block.number)
+        rows_E, pads_E = (none_E.scatter_add(0, choice_NK.flatten(), w.flatten()) for w in (real_NK, 1 - real_NK))
+        self.recorder.entered(layer, SITE, 0, rows_E, pads_E)

@@ -14,7 +14,7 @@ from analysis.experts import Expert, experts_of
 from analysis.routing import ALL_DOMAINS, skip_by_layer
 from analysis.sharing import sharing
 from analysis.skips import deciding_arms, skipping_choices
-from profiler.records import ArmRecord, CellRecord, Choice
+from profiler.records import ArmRecord, CellRecord, Choice, ParallelRecord
 from profiler.store import Run
 from tests.analysis import expert_run
 from tests.analysis.expert_run import DECODE, PREFILL
@@ -35,6 +35,14 @@ def test_experts_that_are_the_backbones_own() -> None:
     assert experts_of(stock, 8) == {0: [Expert(0, "e0", 0, 10), Expert(1, "e1", 0, 10)]}
     assert experts_of(stock, None)[0][0].width is None
     assert experts_of(stock, 7)[0][0].width is None  # 240 is no multiple of 3·7
+
+
+def test_a_choice_that_stands_for_all_of_them_is_no_expert() -> None:
+    choices = [Choice(layer=0, site="experts", index=i, name=f"e{i}", backbone_parameters=240) for i in (0, 1)]
+    choices.append(Choice(layer=0, site="experts", index=2, name="all", backbone_parameters=480))
+    parallel = ParallelRecord(ranks=1, placement="all_size", widths_E=[10, 10])
+    stock = ArmRecord(name="stock", method="any", choices=choices, parallel=parallel)
+    assert [expert.name for expert in experts_of(stock, 8)[0]] == ["e0", "e1"]
 
 
 def test_choosing_experts_skips_nothing(experts: Run) -> None:

@@ -33,6 +33,7 @@ BUILTIN = [
     "mohge-relatives",
     "prefill-512",
     "quickstart",
+    "stock-moe",
     "tiny",
 ]
 

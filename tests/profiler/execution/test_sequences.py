@@ -30,6 +30,10 @@ def read(*args: Any, names: list[str] | None = None, **kwargs: Any) -> Sequences
     return tracker.current
 
 
+class Engine(SimpleNamespace):
+    """Stands for the serving engine's cache; a plain namespace cannot be referred to weakly."""
+
+
 def cache_of(length: int) -> Any:
     return SimpleNamespace(get_seq_length=lambda: length)
 
@@ -171,7 +175,7 @@ def engine_inputs(**changed: Any) -> dict[str, Any]:
         "cu_seq_lens_k": {"full_attention": torch.tensor([0, 5, 12, 13], dtype=torch.int32)},
         "write_index": [torch.tensor([56, 57, 58, 59, 16, 74, 8])],
         "logits_indices": torch.tensor([4, 5, 6]),
-        "cache": SimpleNamespace(cache_allocators={"full_attention": allocator}, max_batch_tokens=32),
+        "cache": Engine(cache_allocators={"full_attention": allocator}, max_batch_tokens=32),
         "block_table": None,
         **changed,
     }

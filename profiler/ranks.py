@@ -226,7 +226,7 @@ class Ranks:
     def _missing(self, *, roll_call: bool) -> list[str]:
         """The ranks that this one cannot go on without, each with what became of it."""
         others = [rank for rank in (*range(1, self.size), 0) if rank != self.rank]
-        found = []
+        found: list[str] = []
         for rank in others:
             if rank == 0 and found and self._keeps_store is not None:
                 continue  # gone, its last word with it; as likely as not for the sake of the one that was found

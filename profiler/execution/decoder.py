@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -49,6 +49,22 @@ def is_latent(attention: nn.Module) -> bool:
     return all(getattr(attention, part, None) is not None for part in LATENT_PARTS)
 
 
+def frame(model: PreTrainedModel) -> tuple[Any, nn.Linear]:
+    """The base model, with its embedding, layers and last norm, and the head: what every decoder has around its blocks.
+
+    Raises:
+        InputError: one of them is missing or of another kind; the message names it.
+    """
+    name, base = type(model).__name__, model.base_model
+    for part in ("embed_tokens", "layers", "norm"):
+        if not hasattr(base, part):
+            raise InputError(f"{name}: supported decoders have `{part}`, and {type(base).__name__} has none")
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise InputError(f"{name}: supported decoders end in a linear language-model head, found {type(head).__name__}")
+    return base, head
+
+
 def decoder(model: PreTrainedModel, *, latent: bool = False) -> Decoder:
     """Find the parts of `model`.
 
@@ -60,13 +76,7 @@ def decoder(model: PreTrainedModel, *, latent: bool = False) -> Decoder:
         InputError: the model is not a decoder of the supported shape; the message names what is missing or unknown.
     """
     name = type(model).__name__
-    base = model.base_model
-    for part in ("embed_tokens", "layers", "norm"):
-        if not hasattr(base, part):
-            raise InputError(f"{name}: supported decoders have `{part}`, and {type(base).__name__} has none")
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise InputError(f"{name}: supported decoders end in a linear language-model head, found {type(head).__name__}")
+    base, head = frame(model)
     blocks = list(cast("nn.ModuleList", base.layers))
     for index, block in enumerate(blocks):
         missing = [part for part in BLOCK_PARTS if not hasattr(block, part)]

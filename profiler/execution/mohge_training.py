@@ -20,6 +20,7 @@ Legend: N token rows, K experts a row, G groups, E experts, L layers with expert
 from __future__ import annotations
 
 import shutil
+from abc import abstractmethod
 from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -54,13 +55,13 @@ class MohgeTraining(Trainable):
     design: Design
     member: Any
 
+    @abstractmethod
     def balancing(self) -> AbstractContextManager[list[Balance]]:
         """While open, a forward appends α_G·L_G and α_E·L_E of each of its layers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def weights(self) -> dict[str, nn.Parameter]:
         """Routers, experts and shared experts by name."""
-        raise NotImplementedError
 
     def prepare(self, gradient_checkpointing: bool) -> None:
         super().prepare(gradient_checkpointing)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from profiler.costs import attention_choice, dense_choices, ffn_choice, parameters, shared_choices
 from profiler.errors import InputError
-from profiler.execution.decoder import ATTENTION_PARTS, BLOCK_PARTS, FFN_PARTS, LATENT_PARTS, Decoder
+from profiler.execution.decoder import ATTENTION_PARTS, BLOCK_PARTS, FFN_PARTS, LATENT_PARTS, Decoder, frame
 from profiler.execution.expert_costs import SITE
 from profiler.records import Choice
 
@@ -79,13 +79,8 @@ def stock_decoder(model: PreTrainedModel) -> StockDecoder:
     Raises:
         InputError: it is a dense model, or of a form that is not known; the message names what is missing or unknown.
     """
-    name, base = type(model).__name__, model.base_model
-    for part in ("embed_tokens", "layers", "norm"):
-        if not hasattr(base, part):
-            raise InputError(f"{name}: supported decoders have `{part}`, and {type(base).__name__} has none")
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise InputError(f"{name}: supported decoders end in a linear language-model head, found {type(head).__name__}")
+    name = type(model).__name__
+    base, head = frame(model)
     layers = list(cast("nn.ModuleList", base.layers))
     found: dict[int, StockBlock] = {}
     for index, layer in enumerate(layers):

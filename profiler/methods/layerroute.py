@@ -189,7 +189,7 @@ class LayerRoute(Trainable):
 
     def __init__(self, model: PreTrainedModel, config: LayerRouteConfig, recorder: Recorder) -> None:
         super().__init__(model, config, recorder)
-        self._depth = layers = len(self.decoder.blocks)
+        layers = len(self.decoder.blocks)
         if config.kv_policy == "project":
             refuse_other_attention(self.decoder)
         self.lora = adapters_of(config)
@@ -442,7 +442,7 @@ class LayerRoute(Trainable):
         if self.recorder.recording or cache is None or sequences.packed:
             return None
         layers = cache.layers
-        if len(layers) != self._depth or type(layers[layer]) is not SubsetLayer:
+        if len(layers) != len(self.routers) or type(layers[layer]) is not SubsetLayer:
             return None
         kept: SubsetLayer = layers[layer]
         return kept if kept.open_to(len(sequences.rows_S), sequences.width) else None

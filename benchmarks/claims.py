@@ -6,6 +6,7 @@ No claim of its own; `make bench` passes it over.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -18,12 +19,30 @@ from profiler.intervals import SAMPLES_TO_JUDGE
 from profiler.store import Run
 from workloads.loading import load
 
+#: Options of mallopt, from malloc.h.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+
 
 def parser(doc: str | None, repeats: int) -> argparse.ArgumentParser:
     """A parser with `--repeats`, described by the first line of a module's docstring."""
     found = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     found.add_argument("--repeats", type=int, default=repeats)
     return found
+
+
+def keep_memory() -> None:
+    """Have glibc keep what is freed, instead of giving it back to the system and asking for it again.
+
+    A layer's intermediates at 1,024 rows are large enough to be given back each time, and what was given back comes
+    page by page: seen, 62 or 73 ms for the same dense FFNs, depending on what else had been freed in the process
+    before. Other allocators do not do this; without glibc nothing changes.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return
+    for what in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD, _M_TOP_PAD):
+        mallopt(what, 2**30 if what != _M_TOP_PAD else 2**28)
 
 
 @contextmanager

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from profiler.execution.room import Room
+
 Form = Literal["matrix", "dual"]
 
 #: Added to every denominator of the method (ours).
@@ -56,11 +58,15 @@ class MatrixMemory:
 
 
 class DualMemory:
-    """φ(k) and v side by side for each layer before, `[N, j − 1, 2m]`; without gradients, room for all at once."""
+    """φ(k) and v side by side for each layer before, `[N, j − 1, 2m]`.
+
+    Without gradients there is room for all layers at once, which the next forward's memory is written over.
+    """
 
     def __init__(self, rho_L: Tensor) -> None:
         """`rho_L`: the forget factor ρ_j of each routable layer."""
         one = rho_L.new_ones(1)
+        self._room = Room()
         #: Entry j: w_{j,i} for i < j, `[j − 1]`. ρ_1 is in none, since it decays an empty memory.
         self._weights = [
             torch.cat([one, rho_L[1 : depth - 1].flip(0)]).cumprod(0).flip(0) for depth in range(2, len(rho_L) + 1)
@@ -89,9 +95,8 @@ class DualMemory:
             return entry if state is None else torch.cat([state, entry], dim=1)
         rows, width = key_Nm.shape
         if state is None:
-            state = key_Nm.new_empty((rows, len(self._weights), 2 * width))
-        state[:, depth - 1, :width] = key_Nm
-        state[:, depth - 1, width:] = value_Nm
+            state = self._room.like(key_Nm, (rows, len(self._weights), 2 * width))
+        torch.cat([key_Nm, value_Nm], dim=1, out=state[:, depth - 1])
         return state
 
 

@@ -9,6 +9,9 @@ Maps with a common input are stacked, and a linear map right after another is mu
 and what progress adds to the path encoder is a bias of the layer. Eager kernels cost a few microseconds each whatever
 they do, so at few rows the number of them is the router's time.
 
+What is as large as the hidden states, and the memory, is kept and written over by the next forward (on a CPU, where
+asking for fresh memory costs as much as the arithmetic; a GPU's allocator keeps it itself).
+
 The folded weights are copies, made anew when a parameter of the router changes. No gradients pass.
 """
 
@@ -31,8 +34,14 @@ from profiler.execution.history_router import (
     STATE,
     Encoded,
     HistoryRouter,
+    Past,
     path_mask,
 )
+from profiler.execution.products import linear
+from profiler.execution.room import Room
+
+#: From so many rows on oneDNN makes up for what it costs to call it.
+_MANY = 256
 
 
 class FoldedMath:
@@ -41,6 +50,8 @@ class FoldedMath:
     def __init__(self, router: HistoryRouter) -> None:
         self._router, self._variant = router, router.variant
         self._made_from = _fingerprint(router)
+        #: δ of odd and of even layers.
+        self._delta = Room(), Room()
         with torch.no_grad():
             self._fold(router)
 
@@ -82,9 +93,18 @@ class FoldedMath:
         self._theta_last = theta_last.weight, theta_last.bias
         self.memory = memory_of(r.form, r.rho_L())
 
+    def residual_change(self, h_Nd: Tensor, past: Past, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Math`. The products of δ_j and δ_{j−1} are written over δ_{j−1}, whose room is δ_{j+1}'s."""
+        delta = torch.sub(h_Nd, past.h_bar, out=self._delta[depth % 2].like(h_Nd, h_Nd.shape))
+        d = torch.linalg.vector_norm(delta, dim=1)
+        if past.delta is None:
+            return d, torch.zeros_like(d), delta
+        alike = torch.mul(delta, past.delta, out=past.delta).sum(1)
+        return d, alike.div_(torch.addcmul(self._epsilon, d, past.d)), delta
+
     def encode(self, h_Nd: Tensor, place: int | Tensor, path_N4: Tensor, depth: int) -> Encoded:
         """See `Math`."""
-        entered = torch.addmm(self._input_bias, h_Nd, self._input.T)
+        entered = _linear(h_Nd, self._input, self._input_bias)
         b = F.linear(F.silu(entered[:, CONTENT:]), *self._psi_last)[:, 0]
         length = torch.linalg.vector_norm(h_Nd, dim=1, keepdim=True)
         per_rms = torch.addcmul(self._epsilon, length, length, value=1 / self._width).rsqrt_()
@@ -92,7 +112,7 @@ class FoldedMath:
         if self._variant != "no_path":
             bias = self._path_bias_L[place - 1]
             code = torch.cat([code, F.silu(torch.addmm(bias, path_N4, self._path.T), inplace=True)], dim=1)
-        state = torch.addmm(self._state_bias, code, self._state.T)
+        state = _linear(code, self._state, self._state_bias)
         if self._variant == "no_memory_read":
             return Encoded(state, state, state, b, (state,))
         F.elu(state[:, : 2 * MEMORY], inplace=True).add_(1)  # φ of q and k
@@ -109,7 +129,7 @@ class FoldedMath:
             head = head + self._surprise
         else:
             compared = encoded.rest[1]
-            context = F.linear(c_Nm, self._context)
+            context = _linear(c_Nm, self._context)
             seen = context[:, :COMPARED]
             lengths = torch.linalg.vector_norm(compared, dim=1), torch.linalg.vector_norm(seen, dim=1)
             nu = 1 - torch.linalg.vecdot(compared, seen).div_(torch.addcmul(self._epsilon, *lengths))
@@ -118,7 +138,11 @@ class FoldedMath:
 
     def local(self, h_Nd: Tensor) -> Tensor:
         """See `Math`."""
-        return F.linear(F.silu(torch.addmm(self._input_bias, h_Nd, self._input.T)), *self._psi_last)[:, 0]
+        return F.linear(F.silu(_linear(h_Nd, self._input, self._input_bias)), *self._psi_last)[:, 0]
+
+
+def _linear(x_Nd: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return linear(x_Nd, weight, bias) if len(x_Nd) >= _MANY else F.linear(x_Nd, weight, bias)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

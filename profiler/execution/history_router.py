@@ -88,12 +88,13 @@ class Scores:
 class Past:
     """What the tokens bring from routable layer j − 1.
 
-    `h_bar` and `delta` are `[N, d]`, `d`, `p`, `m` `[N]`; `memory` is a state of `depth_memory`. `trail` has
-    `[N, 4]` for each layer before (d_i, γ_i, p_{i−1}, m_{i−1}), and is kept by the variant that shuffles it.
+    `h_bar` and `delta` are `[N, d]` (no `delta` of the first layer: δ_1 = 0), `d`, `p`, `m` `[N]`; `memory` is a state
+    of `depth_memory`. `trail` has `[N, 4]` for each layer before (d_i, γ_i, p_{i−1}, m_{i−1}), and is kept by the
+    variant that shuffles it. A past is good for one step: what a next layer computes may be written over it.
     """
 
     h_bar: Tensor
-    delta: Tensor
+    delta: Tensor | None
     d: Tensor
     p: Tensor
     m: Tensor
@@ -116,6 +117,9 @@ class Math(Protocol):
     """The learned functions of the router; two implementations, equal to rounding."""
 
     memory: MatrixMemory | DualMemory
+
+    def residual_change(self, h_Nd: Tensor, past: Past, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        """d_j, γ_j `[N]` and δ_j `[N, d]`, after the first layer. γ_2 is 0 because δ_1 is."""
 
     def encode(self, h_Nd: Tensor, place: int | Tensor, path_N4: Tensor, depth: int) -> Encoded:
         """Encoders, projections and local head.
@@ -237,9 +241,13 @@ class HistoryRouter(nn.Module):
             ), None
 
         # -- build state
-        d, gamma, delta = _residual_change(h_Nd, past)
-        one = torch.ones_like(d)
-        p_before, m_before = (one, one) if past is None else (past.p, past.m)
+        if past is None:
+            gamma = d = torch.zeros_like(h_Nd[:, 0])
+            delta = None
+            p_before = m_before = torch.ones_like(d)
+        else:
+            d, gamma, delta = math.residual_change(h_Nd, past, depth)
+            p_before, m_before = past.p, past.m
         # recent_only: the previous layer's score stands for the whole product, which remembers every layer before.
         path_N4 = torch.stack([d, gamma, p_before, p_before if self.variant == "recent_only" else m_before], dim=1)
         trail = () if past is None else past.trail
@@ -285,16 +293,6 @@ class HistoryRouter(nn.Module):
         return place_N, torch.stack(trail)[place_N - 1, rows_N]
 
 
-def _residual_change(h_Nd: Tensor, past: Past | None) -> tuple[Tensor, Tensor, Tensor]:
-    """d_j, γ_j `[N]` and δ_j `[N, d]`. γ_2 is 0 because δ_1 is."""
-    if past is None:
-        zero = torch.zeros_like(h_Nd[:, 0])
-        return zero, zero, torch.zeros_like(h_Nd)
-    delta = h_Nd - past.h_bar
-    d = torch.linalg.vector_norm(delta, dim=1)
-    return d, torch.linalg.vecdot(delta, past.delta) / (d * past.d + EPSILON), delta
-
-
 class PlainMath:
     """The lines of METHODS §1 as they stand; what training differentiates."""
 
@@ -302,6 +300,14 @@ class PlainMath:
         self._router = router
         if router.variant not in LOCAL:
             self.memory = memory_of(router.form, router.rho_L())
+
+    def residual_change(self, h_Nd: Tensor, past: Past, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Math`."""
+        delta = h_Nd - past.h_bar
+        d = torch.linalg.vector_norm(delta, dim=1)
+        if past.delta is None:
+            return d, torch.zeros_like(d), delta
+        return d, torch.linalg.vecdot(delta, past.delta) / (d * past.d + EPSILON), delta
 
     def encode(self, h_Nd: Tensor, place: int | Tensor, path_N4: Tensor, depth: int) -> Encoded:
         """See `Math`."""

@@ -3,13 +3,16 @@
 The break-even depends on the machine (what a host's wait costs, how products do at few rows), so it is measured and not
 guessed. What is chosen changes results by rounding only.
 
-Some matrix products take longer for 2 or 3 rows than for 4 (seen: 1.4 and 1.6 against 1.15 ms for an FFN of SmolLM2 in
-float32 on a CPU), so that a step that skips would lose to one that does not; the trial finds how far to fill up.
+A matrix product of few rows may take longer than one of more (seen: 1.4 and 1.6 ms at 2 and 3 rows against 1.15 at 4,
+for an FFN of SmolLM2 in float32 on a CPU), so that a step that skips would lose to one that does not. The trial finds
+how branch `one` is best run: filled up to more rows, or by another library (`products`). A dense step is left to the
+library torch takes; so where the other is faster at any number of rows, a part of what an arm saves is no skip's doing.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +20,8 @@ from typing import Any
 
 import torch
 
-from profiler.execution.rows import Fork, Strategy
+from profiler.execution import products
+from profiler.execution.rows import Fork, Strategy, Way, Ways
 
 
 @dataclass(frozen=True)
@@ -27,38 +31,61 @@ class Trial:
     Attributes:
         bounds: ascending row counts of a step that were tried; more rows than the last are treated as the last.
         winners: the faster strategy at each.
-        seconds: (gather, grouped) at each, as measured for one layer.
-        fill: entry n is how many rows branch `one` is best run with when n are its own.
+        seconds: of each of `STRATEGIES`, at each, as measured for one layer.
+        few: entry n is how branch `one` is best run when n rows are its own.
+        more: for more rows than `few` has, ascending bounds, and whether other products are faster up to each; beyond
+            the last as up to it.
+        compiled: whether torch's own products are compiled for each number of rows (`products`).
     """
 
     bounds: tuple[int, ...]
     winners: tuple[Strategy, ...]
-    seconds: tuple[tuple[float, float], ...]
-    fill: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+    few: tuple[Way, ...] = ()
+    more: tuple[tuple[int, bool], ...] = ()
+    compiled: bool = False
 
     def winner(self, rows: int) -> Strategy:
         """The strategy for a step of so many rows."""
-        for bound, strategy in zip(self.bounds, self.winners, strict=True):
-            if rows <= bound:
-                return strategy
-        return self.winners[-1]
+        return self.winners[min(bisect_left(self.bounds, rows), len(self.winners) - 1)]
+
+    @property
+    def ways(self) -> Ways:
+        """How each branch is run, zero and one."""
+        return self.way_of_zero, self.way_of_one
+
+    def way_of_one(self, own: int) -> Way:
+        """How branch `one` is run when so many rows are its own."""
+        if own < len(self.few):
+            return self.few[own]
+        other = self.more[min(bisect_left(self.more, (own,)), len(self.more) - 1)][1] if self.more else False
+        return Way(products.filled(own) if other or self.compiled else own, other)
+
+    def way_of_zero(self, own: int) -> Way:
+        """How branch `zero` is run when so many rows are its own."""
+        return Way(products.filled(own) if self.compiled else own)
 
 
 #: Trials made in this process, by widths, dtype, device and threads.
 _TRIALS: dict[tuple[Any, ...], Trial] = {}
-_TRIED_ROWS = (4, 32, 256, 1024)
-#: Branch `one` is tried with 1 to so many rows.
-_FILLED = 8
+#: What is tried for a step; the first is taken unless another is clearly faster.
+STRATEGIES: tuple[Strategy, ...] = ("gather", "overlay", "grouped")
+_STEP_ROWS = (4, 32, 256, 1024)
+#: Branch `one` is tried with 1 to so many rows, and then with these.
+_FEW = products.FEW
+_MORE = (16, 48, 128, 384, 1024)
 #: Layers that are tried one after the other, so that weights come from memory, as they do in a model.
 _LAYERS = 4
-#: A size is not tried where one layer at the size before took longer: there what waits cost no longer matters.
+#: A step's size is not tried where one layer at the size before took longer: there what waits cost no longer matters.
 _PATIENCE_S = 0.005
+#: The same for branch `one`, whose products differ at any size: a trial is to stay below a second.
+_PATIENCE_ONE_S = 0.012
 #: What is not the plain thing must be faster by this much, so that noise does not choose.
 _MARGIN = 0.95
 
 
 def trial(forks: Sequence[Fork], widths: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Trial:
-    """Time `gather` and `grouped` with half of the rows each way, and branch `one` at few rows; once for each shape.
+    """Time branch `one` at few rows, and the strategies with half of the rows each way; once for each shape.
 
     Args:
         forks: of the layers, all of one shape.
@@ -68,52 +95,81 @@ def trial(forks: Sequence[Fork], widths: tuple[int, ...], dtype: torch.dtype, de
     """
     key = (widths, dtype, device, torch.get_num_threads())
     if key not in _TRIALS:
-        _TRIALS[key] = _try(forks[:_LAYERS], widths[0], dtype, device)
+        few, more = _ways(forks[:_LAYERS], widths[0], dtype, device)
+        _TRIALS[key] = _strategies(forks[:_LAYERS], widths[0], dtype, device, few, more)
     return _TRIALS[key]
 
 
-def _try(forks: Sequence[Fork], width: int, dtype: torch.dtype, device: torch.device) -> Trial:
+def _strategies(
+    forks: Sequence[Fork],
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    few: tuple[Way, ...],
+    more: tuple[tuple[int, bool], ...],
+) -> Trial:
+    compiled = products.compiled(dtype, device)
+    ways = Trial((), (), (), few, more, compiled).ways
     bounds: list[int] = []
-    seconds: list[tuple[float, float]] = []
-    for rows in _TRIED_ROWS:
+    seconds: list[tuple[float, ...]] = []
+    for rows in _STEP_ROWS:
         if seconds and max(seconds[-1]) > _PATIENCE_S:
             break
         x_Nd = torch.ones((rows, width), dtype=dtype, device=device)
         one_N = torch.arange(rows, device=device) % 2 == 0
         bounds.append(rows)
-        seconds.append(
-            (
-                _seconds([partial(fork.run, "gather", x_Nd, one_N) for fork in forks], device),
-                _seconds([partial(fork.run, "grouped", x_Nd, one_N) for fork in forks], device),
-            )
-        )
-    winners: tuple[Strategy, ...] = tuple(
-        "grouped" if grouped < _MARGIN * gather else "gather" for gather, grouped in seconds
-    )
-    return Trial(tuple(bounds), winners, tuple(seconds), _fill(forks, width, dtype, device))
+        runs = [[partial(fork.run, by, x_Nd, one_N, ways=ways) for fork in forks] for by in STRATEGIES]
+        seconds.append(_seconds(runs, device))
+    winners = tuple(STRATEGIES[_clearly(taken)] for taken in seconds)
+    return Trial(tuple(bounds), winners, tuple(seconds), few, more, compiled)
 
 
-def _fill(forks: Sequence[Fork], width: int, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
-    taken = [0.0]
-    for rows in range(1, _FILLED + 1):
+def _ways(
+    forks: Sequence[Fork], width: int, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[Way, ...], tuple[tuple[int, bool], ...]]:
+    """`Trial.few` and `Trial.more`."""
+
+    forms = range(1 if forks[0].one.run_other is None else 2)
+
+    def tried(rows: int) -> tuple[float, ...]:
         x_nd = torch.ones((rows, width), dtype=dtype, device=device)
-        taken.append(_seconds([partial(fork.one.run, x_nd) for fork in forks], device))
-    best = [0]
-    for rows in range(1, _FILLED + 1):
-        more = min(range(rows, _FILLED + 1), key=taken.__getitem__)
-        best.append(more if taken[more] < _MARGIN * taken[rows] else rows)
-    return tuple(best)
+        return _seconds([[partial(_one(fork, bool(form)), x_nd) for fork in forks] for form in forms], device)
+
+    taken = [tried(rows) for rows in range(1, _FEW + 1)]
+    few = [Way(0)]
+    for own in range(1, _FEW + 1):
+        options = [(Way(rows, bool(form)), taken[rows - 1][form]) for rows in range(own, _FEW + 1) for form in forms]
+        few.append(options[_clearly([seconds for _, seconds in options])][0])
+    found: list[tuple[int, bool]] = []
+    for rows in _MORE:
+        if taken[-1][0] > _PATIENCE_ONE_S:
+            break
+        taken.append(tried(rows))
+        found.append((rows, bool(_clearly(taken[-1]))))
+    return tuple(few), tuple(found)
 
 
-def _seconds(layers: Sequence[Callable[[], Any]], device: torch.device) -> float:
-    """Median of five passes over the layers, divided by their number; one more warms up."""
-    taken = []
+def _one(fork: Fork, other: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    by = fork.one.run_other if other else None
+    return fork.one.run if by is None else by
+
+
+def _clearly(seconds: Sequence[float]) -> int:
+    """The place of the shortest, or 0, the plain thing's, where that is nearly as short."""
+    best = min(range(len(seconds)), key=seconds.__getitem__)
+    return best if seconds[best] < _MARGIN * seconds[0] else 0
+
+
+def _seconds(runs: Sequence[Sequence[Callable[[], Any]]], device: torch.device) -> tuple[float, ...]:
+    """Of each, the median of five passes over its layers, divided by their number; they take turns."""
+    taken: list[list[float]] = [[] for _ in runs]
     with torch.no_grad():
-        for _ in range(6):
-            began = time.perf_counter()
-            for layer in layers:
-                layer()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            taken.append(time.perf_counter() - began)
-    return sorted(taken[1:])[2] / len(layers)
+        for _ in range(6):  # one of them warms up
+            for layers, times in zip(runs, taken, strict=True):
+                began = time.perf_counter()
+                for layer in layers:
+                    layer()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                times.append(time.perf_counter() - began)
+    return tuple(sorted(times[1:])[2] / len(layers) for layers, times in zip(runs, taken, strict=True))

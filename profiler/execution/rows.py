@@ -4,6 +4,8 @@ Strategies, equal to rounding:
 
 - `gather`: the rows of each branch are taken out, run, and put back. On a GPU the host waits once a layer, to learn how
   many rows there are.
+- `overlay`: branch `zero` runs every row, and rows of `one` are taken out, run, and laid over. For a cheap `zero` at
+  few rows this is less work than taking its rows out too; those it need not have run are counted as pads.
 - `grouped`: rows are sorted by branch, and `torch.nn.functional.grouped_mm` reads from the device where a branch's rows
   end. Nothing waits; what lies between the products is done for all rows. For inference only.
 - `masked`: both branches run every row, and the result that was not chosen is thrown away. It saves nothing: it is the
@@ -11,8 +13,9 @@ Strategies, equal to rounding:
   labelled (`ArmRecord.discards`).
 
 Where all rows take the same branch it runs them as they are, whatever the strategy (`grouped` cannot know).
-Rows are counted where they enter: by probes on the branches' first products, and in `grouped`, which calls no module,
-by the very number its products are given. Pads are run by no branch, unless there is nothing to tell apart.
+Rows are counted where they enter: by probes on the branches' first products, and where no module is called (`grouped`,
+and `Branch.run_other`), by the very number of rows the products are given. Pads are run by no branch, unless there is
+nothing to tell apart.
 
 Not here: what decides, which strategy is the faster one (`row_trials`), and whole sequences (`blocks`).
 
@@ -21,11 +24,12 @@ Legend: N rows as they lie in the hidden states, pads included; d hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,7 +38,7 @@ from profiler.execution.sequences import RowView
 if TYPE_CHECKING:
     from profiler.recorder import Recorder
 
-Strategy = Literal["masked", "gather", "grouped"]
+Strategy = Literal["masked", "gather", "overlay", "grouped"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +51,32 @@ class Branch:
         run: `[n, d]` → `[n, d]`.
         run_first: `[N, d]` and how many of the first rows are its own, `[1]` int32 on the device → `[N, d]`, right in
             those rows, anything in the others.
+        run_other: as `run`, to rounding, by other products (`products`); None where there are none.
     """
 
     choice: int
     segment: str
     run: Callable[[Tensor], Tensor]
     run_first: Callable[[Tensor, Tensor], Tensor]
+    run_other: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a branch is run when so many rows are its own.
+
+    Attributes:
+        rows: with how many: its own, or more. The others are repeated and thrown away, and counted as pads.
+        other: whether by `Branch.run_other`.
+    """
+
+    rows: int
+    other: bool = False
+
+
+#: For each branch, zero and one: how it is run with so many rows of its own.
+Ways = tuple[Callable[[int], Way], Callable[[int], Way]]
+AS_IT_IS: Ways = (Way, Way)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +101,7 @@ class Fork:
         one_N: Tensor,
         real_N: Tensor | None = None,
         scale_N: Tensor | None = None,
-        fill: Sequence[int] = (),
+        ways: Ways = AS_IT_IS,
     ) -> Tensor:
         """Each row through its branch, times its scale.
 
@@ -87,44 +111,58 @@ class Fork:
             one_N: True where a row takes branch `one`.
             real_N: False at pads; None where there are none.
             scale_N: factor of each row's result, in float32 at least; None is 1.
-            fill: for `gather`: entry n is how many rows branch `one` is run with where n are its own (n itself past the
-                end). The others are repeated and thrown away, and counted as pads.
+            ways: for `gather` and `overlay`: how each branch is run with so many rows.
 
         Returns:
             `[N, d]` in the dtype of `x_Nd`; at pads anything finite.
         """
         if strategy == "masked":
             return self._masked(x_Nd, one_N, scale_N)
-        if strategy == "gather":
-            return self._gather(x_Nd, one_N, real_N, scale_N, fill)
-        return self._grouped(x_Nd, one_N, real_N, scale_N)
+        if strategy == "grouped":
+            return self._grouped(x_Nd, one_N, real_N, scale_N)
+        return self._picked(x_Nd, one_N, real_N, scale_N, ways, strategy == "overlay")
 
     def _masked(self, x_Nd: Tensor, one_N: Tensor, scale_N: Tensor | None) -> Tensor:
         return _scaled(torch.where(one_N[:, None], self.all(self.one, x_Nd), self.all(self.zero, x_Nd)), scale_N)
 
-    def _gather(
-        self, x_Nd: Tensor, one_N: Tensor, real_N: Tensor | None, scale_N: Tensor | None, fill: Sequence[int]
+    def _picked(
+        self,
+        x_Nd: Tensor,
+        one_N: Tensor,
+        real_N: Tensor | None,
+        scale_N: Tensor | None,
+        ways: Ways,
+        overlay: bool,
     ) -> Tensor:
-        zero_N = ~one_N
-        if real_N is not None:
-            one_N, zero_N = one_N & real_N, zero_N & real_N
-        if x_Nd.is_cuda:
-            rows = torch.argsort(zero_N.to(torch.int8) + 2 * (~(one_N | zero_N)).to(torch.int8), stable=True)
-            ones, zeros = torch.stack([one_N.sum(), zero_N.sum()]).tolist()
-            rows_one, rows_zero = rows[:ones], rows[ones : ones + zeros]
-        else:
-            rows_one, rows_zero = one_N.nonzero()[:, 0], zero_N.nonzero()[:, 0]
+        rows_one, rows_zero = _split(one_N, real_N)
         for branch, others in ((self.one, rows_zero), (self.zero, rows_one)):
             if len(others) == 0:
                 return _scaled(self.all(branch, x_Nd), scale_N)
-        y_Nd = torch.empty_like(x_Nd) if real_N is None else torch.zeros_like(x_Nd)
-        for branch, rows in ((self.one, rows_one), (self.zero, rows_zero)):
-            more = fill[len(rows)] - len(rows) if branch is self.one and len(rows) < len(fill) else 0
-            taken = torch.cat([rows, rows[:1].expand(more)]) if more else rows
-            with self._only(len(rows), more):
-                y_nd = self.all(branch, x_Nd.index_select(0, taken))[: len(rows)]
-            y_Nd.index_copy_(0, rows, _scaled(y_nd, None if scale_N is None else scale_N.index_select(0, rows)))
+        # Each result is scaled while it is at hand: at many rows a pass over memory is what dispatch costs.
+        if overlay:
+            with self._only(len(rows_zero), len(x_Nd) - len(rows_zero)):
+                y_Nd = _scaled(self.all(self.zero, x_Nd), scale_N)
+        else:
+            y_Nd = torch.empty_like(x_Nd) if real_N is None else torch.zeros_like(x_Nd)
+        for branch, rows, way in ((self.zero, rows_zero, ways[0]), (self.one, rows_one, ways[1])):
+            if branch is self.one or not overlay:
+                y_nd = self._by(branch, way(len(rows)), x_Nd, rows)
+                y_Nd.index_copy_(0, rows, _scaled(y_nd, None if scale_N is None else scale_N.index_select(0, rows)))
         return y_Nd
+
+    def _by(self, branch: Branch, way: Way, x_Nd: Tensor, rows_n: Tensor) -> Tensor:
+        """One branch for these rows, `[n, d]`."""
+        own, pads = len(rows_n), way.rows - len(rows_n)
+        taken_nd = x_Nd.index_select(0, torch.cat([rows_n, rows_n[:1].expand(pads)]) if pads else rows_n)
+        run = branch.run_other if way.other else None
+        if run is None:
+            with self._only(own, pads):
+                return self.all(branch, taken_nd)[:own]
+        if self.recorder.recording:
+            entered = torch.tensor([own, pads], device=x_Nd.device)
+            self.recorder.entered(self.layer, self.site, branch.choice, entered[0], entered[1])
+        with self.recorder.span(branch.segment, self.layer):
+            return run(taken_nd)[:own]
 
     def _only(self, rows: int, pads: int) -> Any:
         """A context in which so many rows are in flight. They attend to nothing here, so they have no context."""
@@ -152,6 +190,23 @@ class Fork:
             return branch.run_first(x_Nd, count_1)
 
 
+def _split(one_N: Tensor, real_N: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Which real rows are told so, and which are not."""
+    if one_N.is_cuda:
+        real_N = torch.ones_like(one_N) if real_N is None else real_N
+        rows = torch.argsort(2 * (~real_N).to(torch.int8) + (real_N & ~one_N).to(torch.int8), stable=True)
+        ones, zeros = torch.stack([(real_N & one_N).sum(), (real_N & ~one_N).sum()]).tolist()
+        return rows[:ones], rows[ones : ones + zeros]
+    one, real = one_N.numpy(), True if real_N is None else real_N.numpy()  # torch's `nonzero` takes longer
+    return torch.from_numpy(np.flatnonzero(one & real)), torch.from_numpy(np.flatnonzero(~one & real))
+
+
 def _scaled(y: Tensor, scale: Tensor | None) -> Tensor:
-    """Rows times their factors, multiplied in the wider of both dtypes and rounded once."""
-    return y if scale is None else (y * scale[:, None]).to(y.dtype)
+    """Rows times their factors, multiplied in the wider dtype and rounded once; without gradients in their place."""
+    if scale is None:
+        return y
+    if torch.is_grad_enabled():
+        return (y * scale[:, None]).to(y.dtype)
+    if scale.dtype == y.dtype:
+        return y.mul_(scale[:, None])
+    return y.copy_(y.to(scale.dtype).mul_(scale[:, None]))  # a product of unlike dtypes takes many times as long

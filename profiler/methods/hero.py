@@ -52,7 +52,7 @@ from torch import Tensor, nn
 
 from profiler.costs import attention_choice, ffn_choice, shared_choices
 from profiler.errors import InputError, RuleError
-from profiler.execution import depth_memory, history_router
+from profiler.execution import depth_memory, history_router, products
 from profiler.execution.adapter import Adapter
 from profiler.execution.backbone_facts import backbone_facts, base_sample, refuse_another_backbone
 from profiler.execution.checkpoint_files import read_json, read_tensors
@@ -118,8 +118,8 @@ class HeroConfig(MethodConfig):
         variant: the full router [full] or an ablation or control (`execution.history_router`). `random` is no variant:
             force gates at the rate wanted.
         memory: form of the depth memory; `auto` takes the cheaper one.
-        strategy: how rows are run (`execution.rows`); `auto` takes the faster of gather and grouped. `masked` computes
-            everything and saves nothing.
+        strategy: how rows are run (`execution.rows`); `auto` takes the fastest that skips. `masked` computes everything
+            and saves nothing.
         gates: `router` decides; `open` runs every FFN; `{forced: {ratio, seed, pattern}}` is a synthetic route.
         seed: of what is random: start values, and the orders of `shuffled_history`.
     """
@@ -132,7 +132,7 @@ class HeroConfig(MethodConfig):
     adapter_rate: float | None = Field(default=None, gt=0, lt=1, allow_inf_nan=False)
     variant: Variant | None = None
     memory: Literal["auto", "matrix", "dual"] = "auto"
-    strategy: Literal["auto", "gather", "grouped", "masked"] = "auto"
+    strategy: Literal["auto", "gather", "overlay", "grouped", "masked"] = "auto"
     gates: Literal["router", "open"] | ForcedOption = "router"
     seed: int = Field(default=0, ge=0, lt=2**32)
 
@@ -317,12 +317,14 @@ class Hero(Trainable):
         for depth, (layer, adapter) in enumerate(zip(self.routable, self.adapters, strict=True), start=1):
             block = self.decoder.blocks[layer]
             mlp, norm = cast(nn.Module, block.mlp), cast(nn.Module, block.post_attention_layernorm)
+            weight = cast(nn.Linear, first_products(block)[1]).weight
+            other = partial(products.swiglu, mlp) if products.offered(weight) else None
             # Partials of bound methods: a deep copy of the tree is then wrapped by a deep copy of this handle.
             gate = _Gate(partial(self._score, depth))
             fork = Fork(
                 layer, "ffn",
                 Branch(ADAPTER, "replacement", adapter, adapter.first),
-                Branch(FFN, "ffn", mlp.forward, partial(swiglu_first, mlp)),
+                Branch(FFN, "ffn", mlp.forward, partial(swiglu_first, mlp), other),
                 self.recorder,
             )  # fmt: skip
             self.forks.append(fork)
@@ -580,4 +582,4 @@ class Hero(Trainable):
             return fork.run(cast(Strategy, self.config.strategy), u_Nd, ffn_N, real_N, scale_N)
         if self._trial is None or torch.is_grad_enabled():
             return fork.run("gather", u_Nd, ffn_N, real_N, scale_N)
-        return fork.run(self._trial.winner(len(u_Nd)), u_Nd, ffn_N, real_N, scale_N, self._trial.fill)
+        return fork.run(self._trial.winner(len(u_Nd)), u_Nd, ffn_N, real_N, scale_N, self._trial.ways)

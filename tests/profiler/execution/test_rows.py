@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,9 @@ from profiler.errors import InputError
 from profiler.execution import row_trials
 from profiler.execution.adapter import Adapter
 from profiler.execution.grouped import linear_first, refuse_grouped, swiglu_first
+from profiler.execution.products import compiled, filled, linear, offered, swiglu
 from profiler.execution.row_trials import Trial, trial
-from profiler.execution.rows import Branch, Fork
+from profiler.execution.rows import Branch, Fork, Way
 from profiler.execution.sequences import Sequences
 from profiler.recorder import Probe, Recorder, StepData
 
@@ -46,7 +48,7 @@ def fork(dtype: torch.dtype = torch.float32, width: int = 5) -> tuple[Fork, Mlp,
             0,
             "ffn",
             Branch(0, "replacement", adapter, adapter.first),
-            Branch(1, "ffn", mlp.forward, lambda x, count: swiglu_first(mlp, x, count)),
+            Branch(1, "ffn", mlp.forward, partial(swiglu_first, mlp), partial(swiglu, mlp)),
             Recorder(),
         ),
         mlp,
@@ -78,7 +80,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("strategy", ["masked", "gather", "grouped"])
+@pytest.mark.parametrize("strategy", ["masked", "gather", "overlay", "grouped"])
 @pytest.mark.parametrize("case", CASES)
 def test_every_strategy_is_the_loop(case: str, strategy: Any, scaled: bool) -> None:
     both, mlp, adapter = fork()
@@ -94,7 +96,7 @@ def test_every_strategy_is_the_loop(case: str, strategy: Any, scaled: bool) -> N
     assert found.dtype == x.dtype
 
 
-@pytest.mark.parametrize("strategy", ["masked", "gather"])
+@pytest.mark.parametrize("strategy", ["masked", "gather", "overlay"])
 def test_gradients_are_the_loop_s(strategy: Any) -> None:
     both, mlp, adapter = fork(torch.float64)
     one = torch.tensor([True, False, False, True, True])
@@ -111,7 +113,7 @@ def test_gradients_are_the_loop_s(strategy: Any) -> None:
         assert torch.allclose(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_gather_runs_each_row_once_and_masked_all_twice() -> None:
+def test_gather_runs_each_row_once_masked_all_twice_and_overlay_the_cheap_branch_for_all() -> None:
     both, mlp, adapter = fork()
     entered: list[int] = []
     adapter.W1.register_forward_pre_hook(lambda _, args: entered.append(len(args[0])))
@@ -124,6 +126,8 @@ def test_gather_runs_each_row_once_and_masked_all_twice() -> None:
         assert (mlp.rows, entered) == ([2, 6], [3, 6])
         both.run("gather", x, torch.ones(6).bool(), None, None)
         assert (mlp.rows, entered) == ([2, 6, 6], [3, 6])
+        both.run("overlay", x, one, real, None)
+        assert (mlp.rows, entered) == ([2, 6, 6, 2], [3, 6, 6])
 
 
 def test_grouped_multiplies_only_the_rows_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,38 +206,75 @@ def test_what_grouped_cannot_multiply_is_refused_with_the_numbers() -> None:
 
 
 def test_the_winner_for_a_row_count_is_that_of_the_next_bound_tried() -> None:
-    found = Trial((4, 32, 256), ("gather", "grouped", "gather"), ((1, 2), (2, 1), (1, 2)), (0, 1))
+    found = Trial((4, 32, 256), ("gather", "grouped", "gather"), ((1, 2), (2, 1), (1, 2)))
     assert [found.winner(rows) for rows in (1, 4, 5, 32, 33, 256, 10_000)] == [
         "gather", "gather", "grouped", "grouped", "gather", "gather", "gather",
     ]  # fmt: skip
 
 
+def test_the_way_for_a_row_count_is_its_own_or_that_of_the_next_bound_tried() -> None:
+    found = Trial((), (), (), (Way(0), Way(4), Way(2, True)), ((20, True), (48, False)))
+    wanted = {
+        1: Way(4),
+        2: Way(2, True),
+        3: Way(3, True),
+        17: Way(24, True),
+        20: Way(24, True),
+        21: Way(21),
+        99: Way(99),
+    }
+    assert {own: found.way_of_one(own) for own in wanted} == wanted
+    assert [found.way_of_zero(own) for own in (3, 17)] == [Way(3), Way(17)]
+
+
+def test_what_is_compiled_for_each_number_of_rows_is_given_few_numbers() -> None:
+    assert [filled(rows) for rows in (0, 1, 8, 9, 16, 17, 250)] == [0, 1, 8, 16, 16, 24, 256]
+    found = Trial((), (), (), (), ((48, False),), compiled=True)
+    assert (found.way_of_one(9), found.way_of_zero(33)) == (Way(16), Way(40))
+    assert compiled(torch.bfloat16, CPU) == torch.backends.mkldnn.is_available()
+    assert not compiled(torch.float32, CPU)
+
+
 CPU = torch.device("cpu")
-ALIKE = [1.0] * 8
+ALIKE = [(1.0, 1.0)] * 8
 
 
-def timed(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> None:
+def timed(monkeypatch: pytest.MonkeyPatch, seconds: list[tuple[float, ...]]) -> None:
     taken = iter(seconds)
-    monkeypatch.setattr(row_trials, "_seconds", lambda layers, device: next(taken))
+    monkeypatch.setattr(row_trials, "_TRIALS", {})
+    monkeypatch.setattr(row_trials, "_seconds", lambda runs, device: next(taken))
 
 
 def test_the_faster_one_wins_and_is_tried_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_trials, "_TRIALS", {})
     both, _, _ = fork()
-    timed(monkeypatch, [0.001, 0.002, 0.002, 0.001, 0.00100, 0.00096, 0.003, 0.001, *ALIKE])
+    steps = [(0.001, 0.002, 0.003), (0.002, 0.002, 0.001), (0.001, 0.00096, 0.00097), (0.003, 0.001, 0.002)]
+    timed(monkeypatch, [*ALIKE, *steps])
     found = trial([both], (D, INNER, 5), torch.float32, CPU)
-    assert (found.bounds, found.winners) == ((4, 32, 256, 1024), ("gather", "grouped", "gather", "grouped"))
+    assert (found.bounds, found.winners) == ((4, 32, 256, 1024), ("gather", "grouped", "gather", "overlay"))
     assert trial([both], (D, INNER, 5), torch.float32, CPU) is found
-    timed(monkeypatch, [0.3, 0.1, *ALIKE])  # too slow for more rows to tell anything
-    slow = trial([both], (D, INNER, 6), torch.float32, CPU)
+    timed(monkeypatch, [*ALIKE, (0.3, 0.2, 0.1)])  # too slow for more rows to tell anything
+    slow = trial([both], (D, INNER, 5), torch.float32, CPU)
     assert (slow.bounds, slow.winners) == ((4,), ("grouped",))
 
 
 def test_few_rows_are_filled_up_to_where_a_product_is_clearly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_trials, "_TRIALS", {})
     both, _, _ = fork()
-    timed(monkeypatch, [1, 1, 0.92, 1.40, 1.60, 1.15, 1.33, 1.34, 1.50, 1.36])
-    assert trial([both], (D, INNER, 5), torch.float32, CPU).fill == (0, 1, 4, 4, 4, 5, 6, 8, 8)
+    rows = [0.92, 1.40, 1.60, 1.15, 1.33, 1.34, 1.50, 1.36]
+    timed(monkeypatch, [*((each, 2.0) for each in rows), (1.0, 1.0, 1.0)])
+    found = trial([both], (D, INNER, 5), torch.float32, CPU)
+    assert [way.rows for way in found.few] == [0, 1, 4, 4, 4, 5, 6, 8, 8]
+    assert not any(way.other for way in found.few)
+
+
+def test_other_products_are_taken_where_they_are_clearly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, _, _ = fork()
+    few = [(9e-4, 8.8e-4), (1.5e-3, 8e-4), (1.6e-3, 1.2e-3), *[(1e-3, 1.1e-3)] * 5]
+    more = [(2e-3, 1.5e-3), (3e-3, 3e-3), (1.3e-2, 1e-2)]  # the last is where patience ends
+    timed(monkeypatch, [*few, *more, (1.0, 1.0, 1.0)])
+    found = trial([both], (D, INNER, 5), torch.float32, CPU)
+    # One row: two by the other are faster. Two: by the other. Three: four are faster than three either way.
+    assert found.few[1:5] == (Way(2, True), Way(2, True), Way(4), Way(4))
+    assert found.more == ((16, True), (48, False), (128, True))
 
 
 def test_rows_of_a_grouped_product_are_counted_from_the_number_it_is_given() -> None:
@@ -250,22 +291,53 @@ def test_rows_of_a_grouped_product_are_counted_from_the_number_it_is_given() -> 
     }
 
 
-def test_rows_that_fill_up_are_thrown_away_and_counted_as_pads() -> None:
+@pytest.mark.parametrize("other", [False, True])
+def test_rows_that_fill_up_are_thrown_away_and_counted_as_pads(other: bool) -> None:
     both, mlp, adapter = fork()
     handle = Recorded(mlp, adapter)
     one = torch.tensor([0, 1, 0, 1, 0, 0]).bool()
     x = torch.randn(6, D)
+
+    def ways(own: int) -> Way:
+        return Way(4, other) if own == 2 else Way(own)
+
     with torch.no_grad():
-        found = both.run("gather", x, one, fill=(0, 1, 4))
+        found = both.run("gather", x, one, ways=(Way, ways))
         wanted, _ = by_loop(mlp, adapter, x, one, None, None)
         assert torch.allclose(found, wanted, atol=1e-5)
         mlp.rows.clear()
-        both.run("gather", x, one, fill=(0, 1, 4))
-        both.run("gather", x, ~one, fill=(0, 1, 4))
-        assert mlp.rows == [4, 4]  # two filled up to four; four are past the end of what was tried
-        counts = handle.count(both, lambda: both.run("gather", x, one, fill=(0, 1, 4)))
+        both.run("gather", x, one, ways=(Way, ways))
+        both.run("gather", x, ~one, ways=(Way, ways))
+        assert mlp.rows == ([4] if other else [4, 4])  # two filled up to four; and four, which are not
+        counts = handle.count(both, lambda: both.run("gather", x, one, ways=(Way, ways)))
     assert (counts[0, "ffn", 1].rows, counts[0, "ffn", 1].padded) == (2, 2)
     assert (counts[0, "ffn", 0].rows, counts[0, "ffn", 0].padded) == (4, 0)
+
+
+def test_rows_that_are_laid_over_count_as_pads() -> None:
+    both, mlp, adapter = fork()
+    handle = Recorded(mlp, adapter)
+    one, real = torch.tensor([0, 1, 0, 1, 0, 0]).bool(), torch.tensor([0, 1, 1, 1, 1, 1]).bool()
+    with torch.no_grad():
+        counts = handle.count(both, lambda: both.run("overlay", torch.randn(6, D), one, real))
+    assert (counts[0, "ffn", 1].rows, counts[0, "ffn", 1].padded) == (2, 0)
+    assert (counts[0, "ffn", 0].rows, counts[0, "ffn", 0].padded) == (3, 3)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_products_are_torch_s_own(dtype: torch.dtype, bias: bool) -> None:
+    mlp = Mlp().to(dtype)
+    if not bias:
+        mlp.gate_proj.bias = mlp.up_proj.bias = mlp.down_proj.bias = None
+    x = torch.randn(5, D, dtype=dtype)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    with torch.no_grad():
+        assert torch.allclose(swiglu(mlp, x), mlp(x), rtol=tolerance, atol=tolerance)
+        assert torch.allclose(
+            linear(x, mlp.gate_proj.weight), x @ mlp.gate_proj.weight.T, rtol=tolerance, atol=tolerance
+        )
+    assert offered(x) == (dtype == torch.float32 and torch.backends.mkldnn.is_available())
 
 
 class Recorded(nn.Module):
@@ -301,9 +373,10 @@ class Recorded(nn.Module):
         return steps[0].counts
 
 
-def test_a_trial_really_times_both() -> None:
+def test_a_trial_really_times_all() -> None:
     both, _, _ = fork()
     found = trial([both], (D, INNER, 5, 99), torch.float32, CPU)
     assert found.bounds == (4, 32, 256, 1024)[: len(found.bounds)]
-    assert all(0 < seconds < 1 for pair in found.seconds for seconds in pair)
-    assert all(n <= filled <= 8 for n, filled in enumerate(found.fill))
+    assert all(0 < seconds < 1 for each in found.seconds for seconds in each)
+    assert all(n <= way.rows <= 8 for n, way in enumerate(found.few))
+    assert [bound for bound, _ in found.more] == [16, 48, 128, 384, 1024][: len(found.more)]

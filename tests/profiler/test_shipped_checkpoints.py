@@ -63,8 +63,9 @@ def test_it_does_what_its_log_says(folder: Path) -> None:
     assert loaded.tokenizer is not None
     items = training_data.items(recipe.data, loaded.tokenizer, recipe.training.length)
     split = training_data.split(items, recipe.data.held_out, recipe.training.seed)
-    options = checkpoints.resolve(recipe.method.name, {"checkpoint": "builtin"}, loaded.model)
-    assert options == {"checkpoint": str(folder)}
+    asked = {key: value for key, value in recipe.method.options.items() if key == "variant"}
+    options = checkpoints.resolve(recipe.method.name, {**asked, "checkpoint": "builtin"}, loaded.model)
+    assert options == {**asked, "checkpoint": str(folder)}
     handle = methods.load(recipe.method.name).wrap(
         arms.sibling(loaded.model), methods.configure(recipe.method.name, options), Recorder()
     )

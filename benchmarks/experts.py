@@ -1,24 +1,30 @@
 """Running experts: MoHGE's four strategies against transformers' experts at equal FLOPs, and against a floor.
 
 Half of the 3B size in every direction (METHODS, section 3): d 512, 64 experts of widths 192 to 640, 6 a token, in
-bfloat16. Each row takes three experts of narrow groups and three of their mirrored groups, so that it costs the same
-as with six of the mean width, which is what transformers' experts have (those of Qwen3-MoE, given the same choices). On
-both sides everything between a row's choices and its result is in the time: sorting, products, adding up.
+bfloat16 unless told otherwise. Each row takes three experts of narrow groups and three of their mirrored groups, so
+that it costs the same as with six of the mean width, which is what transformers' experts have (those of Qwen3-MoE,
+given the same choices). On both sides everything between a row's choices and its result is in the time: sorting,
+products, adding up.
 
 The floor is the longer of two things that no way of running them can avoid: one dense product of as many FLOPs, and
-reading the weights of the experts that were chosen once. Everything is timed in every repeat, in random order, weights
-out of the cache since the others' were read in between; ratios are medians over repeats. Claims:
+reading the weights of the experts that were chosen once. Everything is timed in every repeat, in random order, and each
+call takes the weights of the next of three layers, so that they come from memory as in a model. A figure is the median
+over repeats of the ratio of two times of the same repeat, in which drift of the machine's pace cancels; its 95 %
+interval is a bootstrap over repeats. As many threads as torch takes by itself. Claims, at every number of tokens unless
+said:
 
-1. `packed` takes at most 1.25 × the floor at 2,048 tokens;
-2. `packed` is never slower than `sequential`;
-3. `packed` is not slower than the best of transformers' implementations.
+1. `packed` is faster than `sequential`;
+2. `packed` is not slower than the best of transformers' implementations at equal FLOPs; beside it, nor is it with
+   transformers' widths, which makes the very same products: what the first has more is the price of several widths;
+3. `packed` takes at most 1.25 × the floor at 2,048 tokens.
 
 At fewer tokens `packed` ÷ floor is printed with what it is made of, aiming at 2: `sort`, `gather`, `products` and
 `combine` are its parts by themselves, `dense` and `read` the two sides of the floor, `one width` is `packed` with
-transformers' widths. transformers' `batched_mm` copies an expert's weights for each of its rows and is left out where
-that would be gigabytes. Usage:
+transformers' widths. transformers' `batched_mm` copies an expert's weights for each of its rows: it is run for a few
+tokens only, since beyond it is by far the slowest, and handing back so much memory slows down what is timed next.
+Usage:
 
-    python benchmarks/experts.py [--repeats N] [--tokens 2048 256 16] [--hidden 512] [--per-group 8]
+    python benchmarks/experts.py [--repeats N] [--tokens 2048 256 16] [--hidden 512] [--per-group 8] [--dtype bfloat16]
 
 Exit code 1 if a claim does not hold. Run it on an otherwise idle machine. Weights and choices are random.
 """
@@ -43,17 +49,24 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from profiler.execution.expert_shapes import GROUPS, SIZES, widths_of_experts
 from profiler.execution.experts import Experts, Strategy, dispatch
+from profiler.intervals import Interval, median
 
 STRATEGIES: tuple[Strategy, ...] = ("sequential", "per_width", "padded", "packed")
 FLOOR_LIMIT, AIM = 1.25, 2.0
-#: What claims 2 and 3 leave to noise.
+#: What "not slower" leaves to noise.
 NOISE = 1.02
+LAYERS = 3
 #: Pairs (row, expert) up to which `batched_mm` is run.
-BATCHED_PAIRS = 256
+BATCHED_PAIRS = 24
 #: Experts a row takes from narrow groups, and as many from their mirrored ones.
 HALF = 3
+#: Repeats that are not counted.
+WARMUP = 2
+THEIRS = ("eager", "grouped_mm", "batched_mm")
 
 Times = dict[str, NDArray[np.float64]]
+#: What is claimed, and the interval of its figure.
+Judged = tuple[Claim, Interval]
 
 
 @dataclass(frozen=True)
@@ -66,14 +79,14 @@ class Layer:
     theirs: nn.Module
 
     @classmethod
-    def of(cls, hidden: int, per_group: int, dtype: torch.dtype) -> Layer:
+    def of(cls, hidden: int, per_group: int, dtype: torch.dtype, seed: int = 0) -> Layer:
         """The 3B size's widths, as many times narrower as `hidden` is below the 3B's 1,024."""
         widths = [width * hidden // 1024 for width in SIZES["3B"].widths]
         mean = sum(widths) // GROUPS
         config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=mean, num_experts=GROUPS * per_group)
         each = widths_of_experts(widths, GROUPS, per_group)
         parts: list[nn.Module] = [Experts(hidden, each), Experts(hidden, [mean] * len(each)), Qwen3MoeExperts(config)]
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(seed)
         for part in parts:
             part.to(dtype)
             for tensor in part.parameters():
@@ -124,7 +137,7 @@ def work(layer: Layer, tokens: int, per_group: int) -> dict[str, Callable[[], An
     found["dense"] = lambda: F.linear(rows, dense)
     touched = sum(3 * width * d for width, count in zip(several.widths, counts, strict=True) if count)
     # As float32, whose sums are vectorised: it is the reading that is timed.
-    read = several.weights.detach().flatten()[: touched // 2 * 2].view(torch.float32)
+    read = several.weights.detach().flatten()[:touched].view(torch.float32)
     found["read"] = lambda: read.sum()
     return found
 
@@ -146,48 +159,57 @@ def check(layer: Layer, tokens: int, per_group: int) -> float:
     return worst
 
 
-def measure(each: dict[str, Callable[[], Any]], repeats: int) -> Times:
-    """Seconds of each, repeat by repeat; the first, which warms up, left out."""
-    taken: dict[str, list[float]] = {name: [] for name in each}
-    order = random.Random(0)
-    for _ in range(repeats + 1):
-        for name in order.sample(list(each), len(each)):
+def measure(layers: list[dict[str, Callable[[], Any]]], repeats: int) -> Times:
+    """Seconds of each, repeat by repeat, every call on the next layer; the first repeats, which warm up, left out.
+
+    Args:
+        layers: what is timed, by name, of each layer.
+        repeats: how many count.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in layers[0]}
+    order, nth = random.Random(0), 0
+    for _ in range(repeats + WARMUP):
+        for name in order.sample(list(taken), len(taken)):
+            call, nth = layers[nth % len(layers)][name], nth + 1
             began = time.perf_counter()
-            each[name]()
+            call()
             taken[name].append(time.perf_counter() - began)
-    return {name: np.array(times[1:]) for name, times in taken.items()}
+    return {name: np.array(times[WARMUP:]) for name, times in taken.items()}
 
 
-def claims(took: Times, tokens: int) -> list[Claim]:
+def floor_of(took: Times) -> NDArray[np.float64]:
+    """Of each repeat, as long as the side that is the longer by its median."""
+    return max(took["dense"], took["read"], key=lambda times: float(np.median(times)))
+
+
+def judged(took: Times, tokens: int) -> list[Judged]:
     """What is claimed at so many tokens."""
-    n, packed = len(took["packed"]), took["packed"]
-    floor = np.maximum(took["dense"], took["read"])
-    best = min(
-        (name for name in ("eager", "grouped_mm", "batched_mm") if name in took), key=lambda k: np.median(took[k])
-    )
-    found = [
-        Claim(f"packed ÷ sequential, {tokens:,} tokens", float(np.median(packed / took["sequential"])), NOISE, n=n),
-        Claim(f"packed ÷ transformers' {best}, {tokens:,} tokens", float(np.median(packed / took[best])), NOISE, n=n),
-    ]
+    best = min((name for name in THEIRS if name in took), key=lambda name: float(np.median(took[name])))
+    against = [("sequential", took["sequential"], 1.0), (f"transformers' {best}", took[best], NOISE)]
     if tokens >= 2048:
-        found.append(Claim(f"packed ÷ floor, {tokens:,} tokens", float(np.median(packed / floor)), FLOOR_LIMIT, n=n))
+        against.append(("floor", floor_of(took), FLOOR_LIMIT))
+    found = []
+    for ours, (name, times, limit) in [*(("packed", each) for each in against), ("one width", against[1])]:
+        ratio = median(took[ours] / times)
+        found.append((Claim(f"{ours} ÷ {name}, {tokens:,} tokens", ratio.value, limit, n=ratio.n), ratio))
     return found
 
 
 def show(took: Times, tokens: int, layer: Layer) -> None:
     """Times, ratios to the floor, and what `packed` is made of."""
-    floor = np.maximum(took["dense"], took["read"])
-    side = "one dense product" if np.median(took["dense"]) >= np.median(took["read"]) else "reading the weights"
+    floor = floor_of(took)
+    side = "one dense product" if floor is took["dense"] else "reading the weights"
     flops = tokens * 2 * HALF * 6 * layer.hidden * layer.one.widths[0]
     middle = {name: float(np.median(times)) for name, times in took.items()}
     print(f"\n{tokens:,} tokens, {flops / 1e9:.2f} GFLOP, floor {np.median(floor) * 1e3:.3g} ms ({side})")
-    for name in [*STRATEGIES, "one width", "eager", "grouped_mm", "batched_mm"]:
+    for name in [*STRATEGIES, "one width", *THEIRS]:
         if name in took:
             print(f"  {name:<12} {middle[name] * 1e3:>9.3f} ms  {np.median(took[name] / floor):>6.2f} × floor")
-    ratio = float(np.median(took["packed"] / floor))
+    ratio = median(took["packed"] / floor)
     parts = ", ".join(f"{name} {middle[name] * 1e3:.3f}" for name in ("sort", "gather", "products", "combine"))
     print(f"  packed by parts, ms: {parts}; floor: dense {middle['dense'] * 1e3:.3f}, read {middle['read'] * 1e3:.3f}")
-    print(f"  packed ÷ floor {ratio:.2f}" + ("" if tokens >= 2048 else f", aim {AIM:g}"))
+    aim = "" if tokens >= 2048 else f", aim {AIM:g}"
+    print(f"  packed ÷ floor {ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]{aim}")
 
 
 def main() -> int:
@@ -195,24 +217,28 @@ def main() -> int:
     options.add_argument("--tokens", nargs="+", type=int, default=[2048, 256, 16])
     options.add_argument("--hidden", type=int, default=512, help="a multiple of 64")
     options.add_argument("--per-group", type=int, default=8)
+    options.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     given = options.parse_args()
-    found = []
+    found: list[Judged] = []
     with torch.no_grad():
-        layer = Layer.of(given.hidden, given.per_group, torch.bfloat16)
-        held = layer.several.weights.numel() * 2 / 1e6
+        dtype = getattr(torch, given.dtype)
+        layers = [Layer.of(given.hidden, given.per_group, dtype, seed) for seed in range(LAYERS)]
+        layer = layers[0]
+        held = layer.several.weights.numel() * dtype.itemsize / 1e6
         widths = layer.several.widths
         print(
             f"d {layer.hidden}, {len(widths)} experts of widths {min(widths)} to {max(widths)} (mean "
-            f"{layer.one.widths[0]}), {held:.0f} MB, {torch.get_num_threads()} threads"
+            f"{layer.one.widths[0]}), {given.dtype}, {held:.0f} MB a layer, {torch.get_num_threads()} threads"
         )
         print(f"ways agree to {check(layer, 32, given.per_group):.1e} of the largest value")
         for tokens in given.tokens:
-            took = measure(work(layer, tokens, given.per_group), given.repeats)
+            took = measure([work(layer, tokens, given.per_group) for layer in layers], given.repeats)
             show(took, tokens, layer)
-            found += claims(took, tokens)
+            found += judged(took, tokens)
     print()
-    print(*found, sep="\n")
-    return exit_code(found)
+    for claim, ratio in found:
+        print(f"{claim}   95 % [{ratio.low:.3f}, {ratio.high:.3f}], {ratio.n} pairs")
+    return exit_code([claim for claim, _ in found])
 
 
 if __name__ == "__main__":

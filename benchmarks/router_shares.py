@@ -4,11 +4,13 @@ For the trainings of `mohge-small` with no auxiliary loss, with L_E alone, and w
 the text that it held out, whose items are the same for one seed. Claims:
 
 1. with L_G a token takes less width of routed experts than without it, in every domain: traffic is on narrow groups;
-2. with L_E four ranks are more even than without any loss: the median over (batch, layer) of max ÷ mean of weighted
-   FLOPs, every rank holding as many experts of neighbouring groups (`contiguous`) or some of every size (`all_size`).
+2. with L_E ranks are more even than without any loss where each holds as many experts of every group (`all_size`, on
+   ranks that divide the experts of a group): the median over (batch, layer) of max ÷ mean of weighted FLOPs.
 
-What L_E looks at, experts inside their group, is printed beside it: max ÷ mean of a group's tokens, groups weighted by
-theirs.
+Two ranks and four are printed, each with `all_size` and with neighbouring groups on a rank (`contiguous`), batch by
+batch and with the whole held-out text as one batch. L_E compares experts of one group, so where ranks do not divide
+those, or hold other groups, nothing is claimed of it. What it looks at is printed too: max ÷ mean of a group's tokens,
+groups weighted by theirs.
 
 Usage, with the folders that were trained:
 
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -39,7 +41,8 @@ from profiler.train import CHECKPOINT, RECIPE_FILE
 from workloads import recipe as recipes
 
 TRAININGS = ("none", "expert", "both")
-RANKS, BATCH = 4, 16
+RANKS, BATCH = (2, 4), 16
+PLACEMENTS = ("contiguous", "all_size")
 #: Token ids by their frequency in the training text: the most frequent so many, the next, and all others.
 FREQUENCY = (("32 most frequent", 32), ("next 224", 256), ("all others", 1 << 31))
 
@@ -49,8 +52,8 @@ class Seen:
     """One training's decisions on held-out text; a row a (token, layer).
 
     `group_R`: mean share of the row's choices in each group, `[rows, G]`; `width_R`: width taken; `domain_R`, and
-    `rank_R` of the token by frequency; `imbalance`: placement → max ÷ mean of weighted FLOPs of each (batch, layer);
-    `inside`: of each, max ÷ mean of tokens inside a group, groups weighted by their tokens.
+    `rank_R` of the token by frequency; `tokens_BLE`: tokens of each expert by batch and layer, of which the rest is
+    made: max ÷ mean of each (batch, layer).
     """
 
     widths: list[int]
@@ -58,8 +61,30 @@ class Seen:
     width_R: NDArray[np.float64]
     domain_R: NDArray[np.str_]
     rank_R: NDArray[np.int64]
-    imbalance: dict[str, NDArray[np.float64]]
-    inside: NDArray[np.float64]
+    tokens_BLE: NDArray[np.int64]
+
+    @property
+    def whole(self) -> Seen:
+        """The same with all of the text as one batch."""
+        return replace(self, tokens_BLE=self.tokens_BLE.sum(0, keepdims=True))
+
+    @property
+    def per_group(self) -> int:
+        """Experts of a group."""
+        return int(self.tokens_BLE.shape[-1]) // len(self.widths)
+
+    def inside(self) -> NDArray[np.float64]:
+        """Tokens inside a group, groups weighted by theirs: `[batches, layers]`."""
+        of_group = self.tokens_BLE.reshape(*self.tokens_BLE.shape[:2], len(self.widths), -1)
+        # Of a group, max ÷ mean times its tokens is max times its number of experts.
+        found: NDArray[np.float64] = of_group.max(-1).sum(-1) * self.per_group / self.tokens_BLE.sum(-1)
+        return found
+
+    def imbalance(self, placement: str, ranks: int) -> NDArray[np.float64]:
+        """Weighted FLOPs of ranks: `[batches, layers]`."""
+        loads = BY_SHAPE[placement](self.widths, self.per_group, ranks).loads(self.tokens_BLE)
+        found: NDArray[np.float64] = loads.max(-1) / loads.mean(-1)
+        return found
 
 
 def see(folder: Path) -> Seen:
@@ -75,10 +100,7 @@ def see(folder: Path) -> Seen:
     rank_of = {token: place for place, (token, _) in enumerate(counted.most_common())}
     rule, widths = handle.design.rule, np.array(handle.design.widths)
     each = [int(width) for width in widths[:: rule.per_group]]
-    placed = {name: BY_SHAPE[name](each, rule.per_group, RANKS) for name in ("contiguous", "all_size")}
-    rank_E = {name: np.array([ranks[0] for ranks in place.where]) for name, place in placed.items()}
-    groups, taken, domains, ranks, inside = [], [], [], [], []
-    uneven: dict[str, list[float]] = {name: [] for name in placed}
+    groups, taken, domains, ranks, counted_BLE = [], [], [], [], []
     for domain, members in split.held_out.items():
         for start in range(0, len(members), BATCH):
             ids_BT, mask_BT = training_data.pad(members[start : start + BATCH], handle.model.device)
@@ -94,17 +116,12 @@ def see(folder: Path) -> Seen:
                 taken.append(widths[choice_nK].sum(1))
                 domains += [domain] * len(choice_nK)
                 ranks += of_tokens
-                count_E = np.bincount(choice_nK.flatten(), minlength=len(widths))
-                work_E = count_E * widths
-                # Of a group, max ÷ mean times its tokens is max times its number of experts.
-                inside.append(count_E.reshape(rule.groups, -1).max(1).sum() * rule.per_group / count_E.sum())
-                for name, of_expert in rank_E.items():
-                    work = np.bincount(of_expert, weights=work_E, minlength=RANKS)
-                    uneven[name].append(float(work.max() / work.mean()))
+            counted_BLE.append(
+                [np.bincount(found_n.choice_NK[real_N].flatten(), minlength=len(widths)) for found_n in found]
+            )
     return Seen(
-        each, np.concatenate(groups), np.concatenate(taken), np.array(domains), np.array(ranks),
-        {name: np.array(ratios) for name, ratios in uneven.items()}, np.array(inside),
-    )  # fmt: skip
+        each, np.concatenate(groups), np.concatenate(taken), np.array(domains), np.array(ranks), np.array(counted_BLE)
+    )
 
 
 def show(name: str, seen: Seen) -> None:
@@ -120,11 +137,17 @@ def show(name: str, seen: Seen) -> None:
     for label, rows in [("all", seen.rank_R >= 0), *domains, *bands]:
         parts = "".join(f"{share:>7.1%}" for share in seen.group_R[rows].mean(0))
         print(f"  {label:18}{parts}{seen.width_R[rows].mean():>9.0f}{rows.sum():>9,}")
-    for placement, ratios in seen.imbalance.items():
-        middle, high = np.percentile(ratios, [50, 95])
-        print(f"  max ÷ mean over {RANKS} ranks, {placement}: median {middle:.2f}, P95 {high:.2f}")
-    middle, high = np.percentile(seen.inside, [50, 95])
-    print(f"  max ÷ mean inside a group: median {middle:.2f}, P95 {high:.2f}")
+    print(f"  {'max ÷ mean':28}{'median':>8}{'P95':>8}{'whole text':>12}")
+    for ranks in RANKS:
+        for placement in PLACEMENTS:
+            evenness(f"{ranks} ranks, {placement}", *(of.imbalance(placement, ranks) for of in (seen, seen.whole)))
+    evenness("inside a group", seen.inside(), seen.whole.inside())
+
+
+def evenness(label: str, of_batches: NDArray[np.float64], of_whole: NDArray[np.float64]) -> None:
+    """A line: over batches and layers, and the mean over layers with the whole text as one batch."""
+    middle, high = np.percentile(of_batches, [50, 95])
+    print(f"  {label:28}{middle:>8.2f}{high:>8.2f}{of_whole.mean():>12.2f}")
 
 
 def claims(found: dict[str, Seen]) -> list[Claim]:
@@ -135,9 +158,9 @@ def claims(found: dict[str, Seen]) -> list[Claim]:
             width = {name: seen.width_R[seen.domain_R == domain].mean() for name, seen in found.items()}
             made.append(Claim(f"width with L_G ÷ without any loss, {domain}", width["both"] / width["none"], 1.0))
     if {"none", "expert"} <= found.keys():
-        for placement in found["none"].imbalance:
-            ratio = {name: float(np.median(seen.imbalance[placement])) for name, seen in found.items()}
-            what = f"imbalance with L_E ÷ without any loss, {placement}"
+        for ranks in (ranks for ranks in RANKS if found["none"].per_group % ranks == 0):
+            ratio = {name: float(np.median(seen.imbalance("all_size", ranks))) for name, seen in found.items()}
+            what = f"imbalance with L_E ÷ without any loss, {ranks} ranks, all_size"
             made.append(Claim(what, ratio["expert"] / ratio["none"], 1.0))
     return made
 

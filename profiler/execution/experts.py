@@ -16,9 +16,10 @@ Strategies, equal to rounding:
   gathered and summed a row at a time.
 
 A grouped product is `torch.nn.functional.grouped_mm` where it knows the dtype and rows are aligned, and products
-expert by expert otherwise. On a CPU that is a product an expert too; there `packed`, where experts have many rows and
-no gradient is wanted, goes expert by expert itself, and what lies between an expert's two products stays in one small
-buffer, in the core's cache.
+expert by expert otherwise. On a CPU that is a product an expert too. There `packed`, where no gradient is wanted, goes
+expert by expert itself, in 16 bits if experts have many rows, and what lies between an expert's two products stays in
+one small buffer, in the core's cache. In float32 and wider gate and up are then weights times columns: MKL was measured
+to take a quarter to a half of the time of rows times weights for it at 2 to 4 rows, and not more at any number.
 On a GPU the host waits once a layer, to learn how many rows each expert has.
 
 Not here: what decides (`heterogeneous_router`), and experts on other ranks (`expert_parallel`).
@@ -42,7 +43,8 @@ from torch.nn import functional as F
 from profiler.execution.grouped import ALIGNMENT, DTYPES
 
 Strategy = Literal["sequential", "per_width", "padded", "packed"]
-#: Mean rows an expert from which on `packed` goes expert by expert on a CPU: with fewer, calls cost more than it saves.
+#: Mean rows an expert from which on `packed` goes expert by expert in 16 bits on a CPU: with fewer, calls cost more
+#: than it saves.
 BUFFERED_ROWS = 64
 #: Of a width, what the products of its experts run in.
 Products = Callable[[int], AbstractContextManager[Any]]
@@ -112,21 +114,19 @@ def dispatch(
     rows, width = choice_NK.shape
     expert_P = choice_NK.flatten()
     weight_P = None if weight_NK is None else weight_NK.flatten()
-    owner_P = torch.arange(rows, device=choice_NK.device).repeat_interleave(width)
-    pairs_N = None
+    pairs_N = chosen = None
     if real_N is not None or not full:
         taken_NK = choice_NK >= 0
         if real_N is not None:
             taken_NK = taken_NK & real_N[:, None]
         pairs_N, chosen = taken_NK.sum(1), taken_NK.flatten().nonzero()[:, 0]
-        expert_P, owner_P = expert_P[chosen], owner_P[chosen]
+        expert_P = expert_P[chosen]
         weight_P = None if weight_P is None else weight_P[chosen]
     order = torch.argsort(expert_P, stable=True)
     place_P = torch.empty_like(order)
     place_P[order] = torch.arange(len(order), device=order.device)
-    return Dispatch(
-        rows, owner_P[order], torch.bincount(expert_P, minlength=experts), place_P, weight_P, pairs_N
-    )  # fmt: skip
+    row_P = (order if chosen is None else chosen[order]) // max(width, 1)
+    return Dispatch(rows, row_P, torch.bincount(expert_P, minlength=experts), place_P, weight_P, pairs_N)
 
 
 class SwiGLU(nn.Module):
@@ -259,8 +259,10 @@ class Experts(nn.Module):
             products: as in `run`.
         """
         plain = not (torch.is_grad_enabled() and (x_Pd.requires_grad or self.weights.requires_grad))
-        if plain and x_Pd.device.type == "cpu" and len(x_Pd) >= BUFFERED_ROWS * sum(map(bool, counts)):
-            return self._through_one_buffer(x_Pd, counts, products)
+        if plain and x_Pd.device.type == "cpu":
+            wide = x_Pd.element_size() > 2
+            if wide or len(x_Pd) >= BUFFERED_ROWS * sum(map(bool, counts)):
+                return self._through_one_buffer(x_Pd, counts, products, columns=wide)
         found = []
         for run, blocks, x_nd, of_run in self._rows_of_runs(x_Pd, counts):
             with products(run.width):
@@ -273,8 +275,8 @@ class Experts(nn.Module):
                     found.append(_swiglu(x_nd, *blocks[only].split([2 * run.width, run.width])))
         return torch.cat(found) if found else x_Pd
 
-    def _through_one_buffer(self, x_Pd: Tensor, counts: Sequence[int], products: Products) -> Tensor:
-        """As `fused`, expert by expert."""
+    def _through_one_buffer(self, x_Pd: Tensor, counts: Sequence[int], products: Products, *, columns: bool) -> Tensor:
+        """As `fused`, expert by expert; `columns`: gate and up as weights times columns."""
         y_Pd = torch.empty_like(x_Pd)
         widths = zip(counts, self.widths, strict=True)
         buffer = x_Pd.new_empty(max((2 * width * count for count, width in widths), default=0))
@@ -288,10 +290,13 @@ class Experts(nn.Module):
                     if not len(x_md):
                         continue
                     gate_up, down = block.split([2 * run.width, run.width])
-                    gate_up_mW = torch.mm(
-                        x_md, gate_up.t(), out=buffer[: 2 * run.width * len(x_md)].view(len(x_md), -1)
-                    )
-                    torch.mm(_gated(gate_up_mW, in_place=True), down, out=y_md)
+                    between = buffer[: 2 * run.width * len(x_md)]
+                    if columns:
+                        gate, up = torch.mm(gate_up, x_md.t(), out=between.view(-1, len(x_md))).chunk(2)
+                        hidden = F.silu(gate, inplace=True).mul_(up).t()
+                    else:
+                        hidden = _gated(torch.mm(x_md, gate_up.t(), out=between.view(len(x_md), -1)), in_place=True)
+                    torch.mm(hidden, down, out=y_md)
         return y_Pd
 
     def _as_wide_as_the_widest(self, x_Pd: Tensor, counts: Sequence[int]) -> Tensor:

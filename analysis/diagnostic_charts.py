@@ -14,19 +14,23 @@ from plotly.subplots import make_subplots
 
 from analysis import wording
 from analysis.charts import GRID, INK, MUTED, PERCENT_AXIS, Look, finished, percents, plain
+from analysis.expert_charts import headed
 from analysis.routing import ALL_DOMAINS
 from analysis.routing_charts import EMPTY
 from analysis.tracking import TRACKS
 
 
-def layers(rates: pd.DataFrame, flips: pd.DataFrame, arm: str, look: Look) -> go.Figure:
+def layers(rates: pd.DataFrame, flips: pd.DataFrame, arm: str, look: Look, *, by_token: bool = False) -> go.Figure:
     """Share of held-out inputs that skip each layer, with intervals; the share that leaves the majority; by domain.
 
     Args:
         rates: rows of `diagnostics.skip_rates` of one arm and cell, not empty.
         flips: rows of `diagnostics.flip_rates` of the same.
+        by_token: tokens decide, so that a rate is the mean over inputs of the share of an input's tokens.
     """
     labels = _labels(flips)
+    skipped = "of an input's tokens, mean over inputs" if by_token else "of inputs"
+    most = "most tokens decide unlike most inputs" if by_token else "decide unlike most"
     domains = [domain for domain in dict.fromkeys(rates["domain"]) if domain != ALL_DOMAINS]
     heights = [150, 26 * len(domains)] if domains else [150]
     figure = make_subplots(
@@ -37,26 +41,26 @@ def layers(rates: pd.DataFrame, flips: pd.DataFrame, arm: str, look: Look) -> go
     figure.add_bar(
         x=labels, y=percents(everyone["skip_rate"]), name="skipped by", marker={"color": colour},
         error_y=_whiskers(everyone, "skip_rate", percents),
-        hovertemplate="layer %{x}: skipped by %{y:.1f} % of inputs<extra></extra>", row=1, col=1,
+        hovertemplate=f"layer %{{x}}: skipped by %{{y:.1f}} % {skipped}<extra></extra>", row=1, col=1,
     )  # fmt: skip
     figure.add_scatter(
-        x=labels, y=percents(flips["flip_rate"]), name="decide unlike most", mode="markers",
+        x=labels, y=percents(flips["flip_rate"]), name=f"{most} (% of inputs)", mode="markers", cliponaxis=False,
         marker={"color": INK, "size": 7, "symbol": "diamond-open", "line": {"width": 1.5}},
-        hovertemplate="layer %{x}: %{y:.1f} % of inputs decide unlike most<extra></extra>", row=1, col=1,
+        hovertemplate=f"layer %{{x}}: %{{y:.1f}} % of inputs: {most}<extra></extra>", row=1, col=1,
     )  # fmt: skip
     if domains:
         grid = [percents(rates.loc[rates["domain"] == domain, "skip_rate"]) for domain in domains]
         figure.add_heatmap(
             x=labels, y=[plain(domain) for domain in domains], z=grid, zmin=0, zmax=100, xgap=1, ygap=2,
             colorscale=[[0.0, EMPTY], [1.0, colour]], showscale=False, row=2, col=1,
-            hovertemplate="%{y}, layer %{x}: skipped by %{z:.1f} % of inputs<extra></extra>",
+            hovertemplate=f"%{{y}}, layer %{{x}}: skipped by %{{z:.1f}} % {skipped}<extra></extra>",
         )  # fmt: skip
         figure.update_yaxes(autorange="reversed", showgrid=False, row=2, col=1)
     figure.update_xaxes(type="category", showgrid=False)
     figure.update_xaxes(title={"text": "layer"}, row=len(heights), col=1)
     figure.update_yaxes(range=[0, 100], row=1, col=1, **PERCENT_AXIS)
-    title = f"{look.names[arm]}: held-out inputs, % that skip each layer"
-    return finished(figure, 150 + sum(heights), title={"text": title}, margin={"t": 72})
+    what = "% of tokens that skip each layer, mean over inputs" if by_token else "% of inputs that skip each layer"
+    return headed(figure, 78 + sum(heights), arm, look, f"Held-out text, {what}", above=36)
 
 
 def drift(frame: pd.DataFrame, arm: str, look: Look) -> go.Figure:
@@ -85,8 +89,7 @@ def drift(frame: pd.DataFrame, arm: str, look: Look) -> go.Figure:
     figure.add_hline(0, line={"color": INK, "width": 1.2}, layer="below")
     figure.update_xaxes(type="category", showgrid=False, title={"text": "layer"})
     figure.update_yaxes(title={"text": "logit (above 0 the layer runs)"})
-    title = f"{look.names[arm]}: decision logits at the start and now"
-    return finished(figure, 320, title={"text": title}, margin={"t": 72})
+    return headed(figure, 248, arm, look, "Decision logits at the start and now", above=36)
 
 
 def forest(frame: pd.DataFrame, arm: str, look: Look) -> go.Figure:

@@ -119,8 +119,12 @@ def eligibility(frame: pd.DataFrame, names: Mapping[str, str]) -> Table:
     )
 
 
-def layers(rates: pd.DataFrame, flips: pd.DataFrame) -> Table:
-    """`skip_rates` and `flip_rates` of one arm: a line a layer, a column a domain."""
+def layers(rates: pd.DataFrame, flips: pd.DataFrame, *, by_token: bool = False) -> Table:
+    """`skip_rates` and `flip_rates` of one arm: a line a layer, a column a domain.
+
+    Args:
+        by_token: tokens decide, so that a rate is the mean over inputs of the share of an input's tokens.
+    """
     domains = [ALL_DOMAINS, *(d for d in dict.fromkeys(rates["domain"]) if d != ALL_DOMAINS)]
     value = {(r.layer, r.site, r.domain): r for r in rates.itertuples()}
     lines = [
@@ -137,12 +141,13 @@ def layers(rates: pd.DataFrame, flips: pd.DataFrame) -> Table:
         )
         for row in flips.itertuples()
     ]
-    titles = ["Skipped by (% of inputs)", "95 % interval", *(f"{domain} (%)" for domain in domains[1:])]
+    of = "an input's tokens, mean over inputs" if by_token else "inputs"
+    titles = [f"Skipped by (% of {of})", "95 % interval", *(f"{domain} (%)" for domain in domains[1:])]
     columns = (
-        "Layer", "Site", *titles, "Majority", "Differ from it (% of inputs)", "95 % interval of those",
-        "Differ (inputs)",
+        "Layer", "Site", *titles, "Most tokens of most inputs" if by_token else "Majority",
+        "Differ from it (% of inputs)", "95 % interval of those", "Differ (inputs)",
     )  # fmt: skip
-    majority = columns.index("Majority")
+    majority = len(columns) - 4
     return Table(columns, lines, frozenset({0, *range(2, len(columns))} - {majority}))
 
 

@@ -35,7 +35,8 @@ def expert_shares(run: Run) -> pd.DataFrame:
 
     Returns:
         Columns `SHARE_COLUMNS`, in the order of cells, arms, layers and experts; one row an expert the manifest lists,
-        chosen or not. `pairs`: (token, expert) pairs. `share`: of all pairs of the layer; `weight_share`: of all the
+        chosen or not, of an arm, cell and layer where one of them was (none is where all run together, as one
+        choice). `pairs`: (token, expert) pairs. `share`: of all pairs of the layer; `weight_share`: of all the
         weights given in it; `to_even`: `share` × experts of the layer, 1 where all are chosen alike. `domain` is
         `all`, or one domain where prompts have any. Empty where no arm chooses experts.
     """
@@ -56,6 +57,8 @@ def expert_shares(run: Run) -> pd.DataFrame:
     for group in sorted(made, key=order):
         cell, arm, phase, layer, domain = group
         experts: list[Expert] = offered[arm].get(layer, [])
+        if not any(each.index in made[group] for each in experts):
+            continue
         pairs, weight = (sum(column) for column in zip(*made[group].values(), strict=True))
         for each in experts:
             own = made[group].get(each.index, (0, 0.0))

@@ -14,7 +14,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from analysis import wording
-from analysis.charts import MUTED, PERCENT_AXIS, Look, finished, percents, plain, tint, wrapped
+from analysis.charts import MUTED, PERCENT_AXIS, Look, percents, plain, tint, wrapped
+from analysis.expert_charts import headed
 from analysis.routing import ALL_DOMAINS, NO_DECISION, Heatmap
 
 #: Past this many rows a grid shows prompts on hover only, and names every few rows.
@@ -64,8 +65,7 @@ def skip_share(frame: pd.DataFrame, arm: str, look: Look) -> go.Figure:
     figure.update_xaxes(type="category", showgrid=False)
     figure.update_xaxes(title={"text": "layer"}, row=len(heights), col=1)
     figure.update_yaxes(range=[0, 100], row=1, col=1, **PERCENT_AXIS)
-    title = f"{look.names[arm]}: took {choice}, % of token rows"
-    return finished(figure, 110 + sum(heights), title={"text": title}, margin={"t": 40})
+    return headed(figure, 70 + sum(heights), arm, look, f"Took {choice}, % of token rows", above=12)
 
 
 def decisions(grid: Heatmap, look: Look, *, by_gate: bool = False, beside: bool = True) -> go.Figure:
@@ -106,9 +106,10 @@ def decisions(grid: Heatmap, look: Look, *, by_gate: bool = False, beside: bool 
     figure.update_xaxes(**_named([plain(c) for c in grid.column_labels], 32))
     figure.update_yaxes(title={"text": row_name}, showgrid=False, autorange="reversed", **_named(rows, ROWS_WITH_TEXT))
     per_row = 26 if len(rows) <= ROWS_WITH_TEXT else 6
-    height = min(160 + per_row * len(rows), GRID_PIXELS)
-    title = f"{look.names[grid.arm]}: {'gate value' if by_gate else 'choice taken'}"
-    return finished(figure, height, title={"text": title}, margin={"t": 84, "b": 48})
+    height = min(76 + per_row * len(rows), GRID_PIXELS - 140)
+    what = "Gate value" if by_gate else "Choice taken"
+    figure.update_layout(margin={"b": 48})
+    return headed(figure, height, grid.arm, look, what, above=50)
 
 
 def _by_choice(grid: Heatmap, look: Look) -> dict[str, Any]:

@@ -71,6 +71,11 @@ class Training:
     held_out: pd.DataFrame
     held_out_skips: dict[str, NDArray[np.float64]]
 
+    @property
+    def skipped(self) -> bool:
+        """Whether anything was skipped at all: never where experts stand in for a layer, whatever they take."""
+        return bool((self.steps["skip_rate"] > 0).any() or (self.held_out["skip_rate"] > 0).any())
+
 
 def is_training(folder: Path) -> bool:
     """Whether the folder holds a training's log."""

@@ -17,6 +17,8 @@ from analysis.training import Training, in_windows
 
 #: Columns that a grid of updates has at most; more updates are drawn as means of equally many.
 COLUMNS = 400
+#: What stands in the place of figures of skips that would all be empty.
+UNSKIPPED = "No layer was skipped, neither in an update nor on held-out text, so skips are not drawn."
 COLOUR = ARM_COLOURS[0]
 PANEL = 130
 _SCALE = [[0.0, EMPTY], [1.0, COLOUR]]
@@ -27,7 +29,7 @@ _BAR = {
 
 
 def curves(training: Training) -> go.Figure:
-    """Loss, skip rate, gradient norm and regulariser by update, one panel each, over one axis.
+    """Loss, skip rate (where anything was skipped), gradient norm and regulariser by update, over one axis.
 
     Args:
         training: one with an update at least.
@@ -35,7 +37,7 @@ def curves(training: Training) -> go.Figure:
     steps = training.steps
     panels: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
         ("loss", (("loss", "loss", MUTED), ("lm_nats_per_token", "language model, nats a token", COLOUR))),
-        ("skipped", (("skip_rate", "mean skip rate", COLOUR),)),
+        *([("skipped", (("skip_rate", "mean skip rate", COLOUR),))] if training.skipped else []),
         ("gradient norm", (("gradient_norm", "gradient norm, before clipping", COLOUR),)),
         ("regulariser", (("regulariser", "regulariser, before its weight", COLOUR),)),
     )
@@ -52,10 +54,11 @@ def curves(training: Training) -> go.Figure:
                               "<extra></extra>",
             )  # fmt: skip
         figure.update_yaxes(title={"text": title}, row=place, col=1, nticks=5)
-    figure.update_yaxes(rangemode="tozero", row=2, col=1, **(PERCENT_AXIS | {"nticks": 4}))
-    # Norms span orders of magnitude, mostly; and 0 has no place on a logarithmic axis.
-    if steps["gradient_norm"].max() >= 10 * steps["gradient_norm"].min() > 0:
-        figure.update_yaxes(type="log", dtick=1, row=3, col=1)
+        if title == "skipped":
+            figure.update_yaxes(rangemode="tozero", row=place, col=1, **(PERCENT_AXIS | {"nticks": 4}))
+        # Norms span orders of magnitude, mostly; and 0 has no place on a logarithmic axis.
+        if title == "gradient norm" and steps["gradient_norm"].max() >= 10 * steps["gradient_norm"].min() > 0:
+            figure.update_yaxes(type="log", dtick=1, row=place, col=1)
     figure.update_xaxes(title={"text": "update"}, row=len(panels), col=1)
     return finished(figure, 90 + PANEL * len(panels), margin={"t": 36})
 
@@ -84,12 +87,13 @@ def skips(training: Training) -> go.Figure:
 
 
 def held_out(training: Training) -> go.Figure:
-    """Held-out loss with gates open and routed, and the share of layers skipped, by domain and evaluation.
+    """Held-out loss with gates open and routed, and the share of layers skipped if any was, by domain and evaluation.
 
     Args:
         training: one with an evaluation at least.
     """
-    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.66, 0.34], vertical_spacing=0.08)
+    heights = [0.66, 0.34] if training.skipped else [1.0]
+    figure = make_subplots(rows=len(heights), cols=1, shared_xaxes=True, row_heights=heights, vertical_spacing=0.08)
     for place, (domain, rows) in enumerate(training.held_out.groupby("domain", sort=False)):
         colour, name = ARM_COLOURS[place % len(ARM_COLOURS)], plain(str(domain))
         for column, what, dash, symbol in (
@@ -101,15 +105,17 @@ def held_out(training: Training) -> go.Figure:
                 line={"color": colour, "width": 1.8, "dash": dash}, marker={"size": 7, "symbol": symbol}, row=1, col=1,
                 hovertemplate=f"{name}, {what}, after update %{{x}}: %{{y:.3f}} nats a token<extra></extra>",
             )  # fmt: skip
-        figure.add_scatter(
-            x=rows["step"].tolist(), y=percents(rows["skip_rate"]), mode="lines+markers", showlegend=False,
-            line={"color": colour, "width": 1.8}, marker={"size": 7}, row=2, col=1,
-            hovertemplate=f"{name}, after update %{{x}}: %{{y:.1f}} % of layers skipped<extra></extra>",
-        )  # fmt: skip
+        if training.skipped:
+            figure.add_scatter(
+                x=rows["step"].tolist(), y=percents(rows["skip_rate"]), mode="lines+markers", showlegend=False,
+                line={"color": colour, "width": 1.8}, marker={"size": 7}, row=2, col=1, cliponaxis=False,
+                hovertemplate=f"{name}, after update %{{x}}: %{{y:.1f}} % of layers skipped<extra></extra>",
+            )  # fmt: skip
     figure.update_yaxes(title={"text": "nats a token"}, row=1, col=1)
-    figure.update_yaxes(title={"text": "layers skipped"}, rangemode="tozero", row=2, col=1, **PERCENT_AXIS)
-    figure.update_xaxes(title={"text": "update (0: before the first)"}, row=2, col=1)
-    return finished(figure, 420, margin={"t": 56})
+    if training.skipped:
+        figure.update_yaxes(title={"text": "layers skipped"}, rangemode="tozero", row=2, col=1, **PERCENT_AXIS)
+    figure.update_xaxes(title={"text": "update (0: before the first)"}, row=len(heights), col=1)
+    return finished(figure, 420 if training.skipped else 300, margin={"t": 56})
 
 
 def held_out_layers(training: Training) -> go.Figure:

@@ -107,11 +107,13 @@ def forgetting(frame: pd.DataFrame, arm: str, look: Look) -> go.Figure:
     finite = [None if value == float("inf") else value for value in frame["half_life_layers"]]
     figure.add_bar(
         x=[str(layer) for layer in frame["layer"]], y=finite, marker={"color": look.colours[arm]}, showlegend=False,
-        customdata=[
-            (f"{row.forget_factor:.4f}", half_life(row)) for row in frame.itertuples()
-        ],
+        text=[half_life(row) for row in frame.itertuples()], textposition="outside", cliponaxis=False,
+        textangle=0, customdata=[(f"{row.forget_factor:.4f}", half_life(row)) for row in frame.itertuples()],
         hovertemplate="layer %{x}: ρ = %{customdata[0]}, half-life %{customdata[1]}<extra></extra>",
     )  # fmt: skip
+    for row in frame.itertuples():
+        if row.half_life_layers == float("inf"):
+            figure.add_annotation(x=str(row.layer), y=0, yanchor="bottom", text="∞", showarrow=False)
     figure.update_xaxes(type="category", showgrid=False, title={"text": "layer"})
     figure.update_yaxes(title={"text": "half-life (routed layers)"}, rangemode="tozero")
     title = f"{look.names[arm]}: after how many layers half of a memory is left"
@@ -124,7 +126,8 @@ def matched(frame: pd.DataFrame, look: Look) -> go.Figure:
     Args:
         frame: rows of `matched.matched` that have a perplexity, not empty.
     """
-    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.1)
+    heights = [26 * len(frame) + 20, 200]
+    figure = make_subplots(rows=2, cols=1, row_heights=heights, vertical_spacing=62 / (sum(heights) + 62))
     for arm, rows in frame.groupby("arm", sort=False):
         figure.add_scatter(
             x=[1.0 if wording.absent(value) else value for value in rows["ratio"]], y=[look.names[str(arm)]],
@@ -139,21 +142,21 @@ def matched(frame: pd.DataFrame, look: Look) -> go.Figure:
         colour = look.colours[str(series)]
         figure.add_scatter(
             x=percents(rows["executed_skip"]), y=list(rows[value]), mode="lines+markers", showlegend=False,
-            line={"color": colour, "width": 1.4}, marker=_marker(look, str(series)), row=1, col=2,
+            line={"color": colour, "width": 1.4}, marker=_marker(look, str(series)), row=2, col=1,
             error_y=_error(rows, value, low, high, colour), customdata=[look.names[str(arm)] for arm in rows["arm"]],
             hovertemplate="%{customdata}: %{x:.1f} % skipped, %{y:.4f}<extra></extra>",
         )  # fmt: skip
     figure.add_vline(1, line={"color": INK, "width": 1.2}, layer="below", row=1, col=1)
     if against_dense:
-        figure.add_hline(1, line={"color": INK, "width": 1.2}, layer="below", row=1, col=2)
+        figure.add_hline(1, line={"color": INK, "width": 1.2}, layer="below", row=2, col=1)
     figure.update_xaxes(title={"text": "perplexity ÷ that of the reference (above 1 worse)"}, nticks=5, row=1, col=1)
     figure.update_yaxes(autorange="reversed", showgrid=False, row=1, col=1)
     skipped = {"text": "skipped (% of pairs of token and routed layer)"}
-    figure.update_xaxes(title=skipped, row=1, col=2, **PERCENT_AXIS)
-    figure.update_yaxes(title={"text": "perplexity ÷ dense" if against_dense else "perplexity"}, row=1, col=2)
+    figure.update_xaxes(title=skipped, row=2, col=1, **PERCENT_AXIS)
+    figure.update_yaxes(title={"text": "perplexity ÷ dense" if against_dense else "perplexity"}, row=2, col=1)
     if frame[value].max() > LOG_FROM * frame[value].min():
-        figure.update_yaxes(type="log", row=1, col=2)
-    return finished(figure, max(260, 90 + 26 * len(frame)), margin={"t": 20})
+        figure.update_yaxes(type="log", row=2, col=1)
+    return finished(figure, 130 + sum(heights), margin={"t": 20})
 
 
 def _marker(look: Look, arm: str) -> dict[str, Any]:

@@ -26,10 +26,11 @@ def main() -> None:
     """Set up the window and hand over to the page asked for."""
     st.set_page_config(page_title="Gatewise", layout="wide")
     here = Path(__file__).parent
-    pages = [
-        st.Page(here / file, title=title, url_path=address, default=file == next(iter(PAGES)))
-        for file, (title, address) in PAGES.items()
-    ]
+    pages = [st.Page(here / file, title=title, url_path=address) for file, (title, address) in PAGES.items()]
+    # The page at the root has no address besides, so that the first stands there once more, and once in the menu.
+    first, (title, address) = next(iter(PAGES.items()))
+    pages[0] = st.Page(here / first, title=title, default=True)
+    pages.append(st.Page(here / first, title=title, url_path=address, visibility="hidden"))
     st.navigation(pages).run()
 
 

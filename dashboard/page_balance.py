@@ -7,7 +7,7 @@ import streamlit as st
 from analysis import balance_report, balance_tables, expert_charts, wording
 from analysis.balance_report import Balance
 from analysis.balance_tables import of_one_cell
-from dashboard.reading import Reading, balances, banners, draw, listed, pick, pick_run, show
+from dashboard.reading import Reading, balances, banners, draw, listed, pick, pick_run, show, told
 
 
 def page() -> None:
@@ -51,7 +51,7 @@ def _cell(reading: Reading, about: Balance, cell: str) -> None:
         st.subheader("Imbalance")
         st.caption(wording.markdown(said["imbalance"]))
         draw(drawn["imbalance"], "imbalance")
-    st.subheader("What each rank did")
+    st.subheader("What each rank did" if about.layout.ran_on > 1 else "What the process computed")
     beside = [name for name in ("ranks", "times") if name in drawn]
     if beside:
         for place, name in zip(st.columns(len(beside)), beside, strict=True):
@@ -103,4 +103,4 @@ def _windows(reading: Reading, about: Balance, cell: str) -> None:
 
 
 if __name__ == "__main__":
-    page()
+    told(page)

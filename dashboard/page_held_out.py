@@ -10,7 +10,7 @@ import streamlit as st
 from analysis import answers, diagnostic_charts, diagnostic_tables, trajectory_charts, trajectory_tables, wording
 from analysis.held_out import HeldOut
 from analysis.tracking import SHARE
-from dashboard.reading import Reading, agreement, banners, draw, held_out, listed, pick, pick_run, show
+from dashboard.reading import Reading, agreement, banners, draw, held_out, listed, pick, pick_run, show, told
 
 
 def page() -> None:
@@ -67,8 +67,9 @@ def _decisions(reading: Reading, about: HeldOut, arm: str) -> None:
 
     rates, flips, drift, tracks = (of(f) for f in (about.rates, about.flips, about.drift, about.tracks))
     st.subheader("Decisions by layer")
-    draw(diagnostic_charts.layers(rates, flips, arm, reading.look), "layers")
-    show(diagnostic_tables.layers(rates, flips), "Nothing was decided.")
+    by_token = reading.run.manifest.arm(arm).scope == "token"
+    draw(diagnostic_charts.layers(rates, flips, arm, reading.look, by_token=by_token), "layers")
+    show(diagnostic_tables.layers(rates, flips, by_token=by_token), "Nothing was decided.")
     if not drift.empty:
         st.subheader("Logits at the start and now")
         draw(diagnostic_charts.drift(drift, arm, reading.look), "drift")
@@ -104,4 +105,4 @@ def _agreement(reading: Reading, runs: pd.DataFrame, arm: str) -> None:
 
 
 if __name__ == "__main__":
-    page()
+    told(page)

@@ -7,9 +7,11 @@ from itertools import cycle
 import streamlit as st
 
 from analysis import charts, latency, tables, wording
-from dashboard.reading import Reading, banners, draw, listed, pick, pick_run, show, top_kernels
+from dashboard.reading import Reading, banners, draw, listed, pick, pick_run, show, told, top_kernels
 
 KERNELS_SHOWN = 15
+#: Characters of an arm's name that a legend in half a page has room for.
+NAME_IN_HALF = 50
 
 
 def page() -> None:
@@ -72,7 +74,8 @@ def _all_cells(reading: Reading) -> None:
     st.subheader("Batch break-even")
     timed = wide[wide["step_time_saved"].notna()]
     swept = list(timed.groupby(["phase", "length"], sort=False))
-    for place, ((phase, length), rows) in zip(cycle(st.columns(2)), swept, strict=False):
+    beside = 2 if all(len(reading.names[arm]) <= NAME_IN_HALF for arm in timed["arm"].unique()) else 1
+    for place, ((phase, length), rows) in zip(cycle(st.columns(beside)), swept, strict=False):
         with place:
             draw(charts.break_even(rows, reading.look), f"break-even-{phase}-{length}")
     show(tables.break_even(reading.results.break_even), "No arm was timed against a twin.", prose=True)
@@ -103,4 +106,4 @@ def _segments(reading: Reading, cell: str) -> None:
 
 
 if __name__ == "__main__":
-    page()
+    told(page)

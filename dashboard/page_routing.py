@@ -7,7 +7,7 @@ import streamlit as st
 
 from analysis import balance_tables, expert_charts, expert_shares, routing_charts, tables, wording
 from analysis.routing import Heatmap
-from dashboard.reading import Reading, banners, draw, heatmap, listed, pick, pick_run, show
+from dashboard.reading import Reading, banners, draw, heatmap, listed, pick, pick_run, show, told
 
 
 def page() -> None:
@@ -58,7 +58,8 @@ def _experts(reading: Reading, chosen: pd.DataFrame, arm: str) -> None:
     domain = pick("Domain", domains, "domain") if len(domains) > 1 else domains[0]
     draw(expert_charts.expert_heat(chosen[chosen["domain"] == domain], arm, reading.look), "experts")
     groups = expert_shares.group_shares(chosen)
-    draw(expert_charts.group_bars(groups, arm, reading.look), "groups")
+    if groups["group"].nunique() > 1:
+        draw(expert_charts.group_bars(groups, arm, reading.look), "groups")
     with st.expander("Shares by layer and group"):
         show(balance_tables.group_shares(groups[groups["domain"] == domain]), "Nothing was decided.")
 
@@ -91,4 +92,4 @@ def _shares(reading: Reading, skips: pd.DataFrame, arm: str) -> None:
 
 
 if __name__ == "__main__":
-    page()
+    told(page)

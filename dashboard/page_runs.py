@@ -8,7 +8,7 @@ import pandas as pd
 import streamlit as st
 
 from analysis import charts, tables, wording
-from dashboard.reading import banners, draw, listed, pick_run, show
+from dashboard.reading import banners, draw, listed, pick_run, show, told
 
 
 def page() -> None:
@@ -57,15 +57,19 @@ def page() -> None:
 
 
 def _catalogue(found: pd.DataFrame) -> None:
+    whole = found["error"].isna().all()
     st.dataframe(
-        found.assign(path=[Path(path).name for path in found["path"]]),
+        found.assign(
+            path=[Path(path).name for path in found["path"]],
+            created_utc=pd.to_datetime(found["created_utc"], utc=True, errors="coerce"),
+        ),
         hide_index=True,
-        column_order=list(found.columns),
+        column_order=[name for name in found.columns if not (name == "error" and whole)],
         column_config={
             "path": "Folder",
             "name": "Name",
             "state": "State",
-            "created_utc": "Created (UTC)",
+            "created_utc": st.column_config.DatetimeColumn("Created (UTC)", format="YYYY-MM-DD HH:mm", timezone="UTC"),
             "model": "Model",
             "arms": "Arms",
             "cells_done": "Cells done",
@@ -78,4 +82,4 @@ def _catalogue(found: pd.DataFrame) -> None:
 
 
 if __name__ == "__main__":
-    page()
+    told(page)

@@ -8,7 +8,7 @@ import streamlit as st
 
 from analysis import charts, study_charts, study_report, study_tables, wording
 from analysis.study import Compared, compare
-from dashboard.reading import draw, pick, root, show, unreadable
+from dashboard.reading import draw, pick, root, show, told, unreadable
 from profiler.errors import InputError, StoreError
 from profiler.study_folder import STUDY, Study, find_studies
 
@@ -69,4 +69,4 @@ def _arm(found: Compared, arm: str, look: charts.Look) -> None:
 
 
 if __name__ == "__main__":
-    page()
+    told(page)

@@ -8,7 +8,7 @@ import streamlit as st
 
 from analysis import training, training_charts, training_tables, wording
 from analysis.training import Training
-from dashboard.reading import draw, pick, root, show
+from dashboard.reading import draw, pick, root, show, told
 from profiler.errors import InputError
 
 
@@ -46,8 +46,10 @@ def _show(found: Training) -> None:
         st.caption("No update was made yet.")
     else:
         draw(training_charts.curves(found), "curves")
-    if found.skip_steps:
+    if found.skipped and found.skip_steps:
         draw(training_charts.skips(found), "skips")
+    if not found.skipped and not found.steps.empty:
+        st.caption(training_charts.UNSKIPPED)
     st.subheader("Held-out figures")
     st.caption(
         "The training's own: gates decide as in training, which for a method that decides on whole sequences means "
@@ -55,7 +57,8 @@ def _show(found: Training) -> None:
     )
     if not found.held_out.empty:
         draw(training_charts.held_out(found), "held-out")
-        draw(training_charts.held_out_layers(found), "held-out-layers")
+        if found.skipped:
+            draw(training_charts.held_out_layers(found), "held-out-layers")
     show(training_tables.held_out(found), "Nothing was evaluated yet.")
     with st.expander("Every update"):
         show(training_tables.steps(found), "No update was made yet.")
@@ -67,4 +70,4 @@ def _show(found: Training) -> None:
 
 
 if __name__ == "__main__":
-    page()
+    told(page)

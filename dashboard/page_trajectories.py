@@ -7,7 +7,7 @@ import streamlit as st
 from analysis import trajectory_charts, trajectory_report, wording
 from analysis.token_paths import cells_with_paths, token_arms
 from analysis.trajectories import DOMAIN, EVERY, NEXT
-from dashboard.reading import Reading, banners, draw, listed, pick, pick_run, show, trajectory
+from dashboard.reading import Reading, banners, draw, listed, pick, pick_run, show, told, trajectory
 
 
 def page() -> None:
@@ -80,4 +80,4 @@ def _cost_and_tests(found: trajectory_report.Trajectory) -> None:
 
 
 if __name__ == "__main__":
-    page()
+    told(page)

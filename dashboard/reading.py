@@ -26,14 +26,18 @@ from analysis.held_out import held_out as compute_held_out
 from analysis.overview import Overview, catalogue, overview
 from analysis.sharing import sharing
 from analysis.tables import Table
+from analysis.training import all_under
 from analysis.trajectory_report import Trajectory
 from analysis.trajectory_report import trajectory as compute_trajectory
 from profiler.errors import InputError, StoreError
 from profiler.store import MANIFEST, Run
+from profiler.study_folder import find_studies
 
 DEFAULT_ROOT = "runs"
 #: Runs whose results are held at once.
 RUNS_HELD = 8
+#: Of the grid's font, digits and capitals included; and times the mean length from which the grid may cut a cell.
+PIXELS_A_CHARACTER, STRAY = 7, 1.6
 
 
 @dataclass(frozen=True)
@@ -168,9 +172,10 @@ def listed() -> pd.DataFrame:
         st.stop()
     found = catalogue(folder)
     if found.empty:
+        others = [page for page, there in (("Training", all_under(folder)), ("Studies", find_studies(folder))) if there]
         st.info(
             f"{wording.markdown(str(folder))} holds no runs yet. Make one with `gatewise run`, then reload this page; "
-            "a run is a folder with a manifest."
+            "a run is a folder with a manifest." + (f" What is there is on {' and '.join(others)}." if others else "")
         )
         st.stop()
     return found
@@ -190,6 +195,14 @@ def pick_run(found: pd.DataFrame) -> Reading:
     except (StoreError, OSError, duckdb.Error) as error:
         unreadable(folder, str(error))
     return Reading(run, results, charts.Look.of(run.manifest), wording.arm_names(run.manifest))
+
+
+def told(page: Callable[[], None]) -> None:
+    """Draw a page; what it finds that cannot be read, or is gone meanwhile, is said in its place."""
+    try:
+        page()
+    except (StoreError, InputError, OSError, duckdb.Error) as error:
+        st.error(f"What this page shows cannot be read. {wording.markdown(str(error))}")
 
 
 def unreadable(folder: str, why: str) -> NoReturn:
@@ -245,8 +258,19 @@ def show(table: Table, empty: str, *, prose: bool = False) -> None:
         return
     settings = {
         title: st.column_config.TextColumn(
-            width="large" if place in table.long else None, alignment="right" if place in table.numeric else None
+            width="large" if place in table.long else _width(title, [row[place] for row in table.rows]),
+            alignment="right" if place in table.numeric else None,
         )
         for place, title in enumerate(table.columns)
     }
     st.dataframe(frame, hide_index=True, column_config=settings)
+
+
+def _width(title: str, cells: Sequence[str]) -> int | None:
+    """Pixels for a column whose cells the grid itself would cut; None where it gives them room.
+
+    The grid takes cells of twice the mean length for strays and gives them no room, so that among dashes the first
+    digits of an interval would be lost.
+    """
+    longest, mean = max(map(len, cells)), sum(map(len, cells)) / len(cells)
+    return PIXELS_A_CHARACTER * max(longest, len(title)) + 24 if longest > STRAY * mean else None

@@ -114,6 +114,17 @@ def test_widths_that_differ_in_a_group_are_not_one_width(tmp_path: Path) -> None
     assert groups["share"].tolist() == [1.0, 1.0]
 
 
+def test_where_all_run_as_one_choice_no_share_is_told(tmp_path: Path) -> None:
+    gate = {
+        "arm": "mohge", "step": 0, "phase": "prefill", "request": "r0", "position": 0, "layer": 1, "site": "experts",
+        "choices": [8], "weights": [1.0], "gate": 1.0, "rows": 1,
+    }  # fmt: skip
+    routed = gate | {"layer": 2, "choices": [3], "weights": [1.0]}
+    found = expert_shares(write_run(tmp_path / "run", [expert_run.arm()], {"gates": [gate, routed]}))
+    assert set(found["layer"]) == {2}
+    assert found["pairs"].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+
+
 class TestCharts:
     def test_the_heat_map_has_a_column_an_expert_and_names_groups(self, experts: Run) -> None:
         rows = expert_shares(experts)

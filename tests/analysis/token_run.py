@@ -8,7 +8,7 @@ position; what always runs: 3·100 + 60 + 2·5 = 370, and the same 6.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Token:
     """One token: its gate and signal `p` in layers 1 and 2; it takes the FFN from 0.5 on.
 
     `hit`: whether the token after it was the likeliest, None where that is not scored. `reference`: whether that one is
-    of a reference. `nll` of it. `occurrences` in all inputs.
+    of a reference. `nll` of it. `occurrences` in all inputs. `more`: further signals, the same names in all tokens.
     """
 
     request: str
@@ -47,6 +47,7 @@ class Token:
     reference: bool = True
     nll: float = 1.0
     occurrences: int | None = 1
+    more: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def choices() -> list[Choice]:
@@ -164,8 +165,8 @@ def _decide(writer: RunWriter, cell: str, name: str, step: int, token: Token) ->
         "choices": [[int(gate >= 0.5)] for gate in token.gate],
     }  # fmt: skip
     writer.append("gates", gates, cell=cell)
-    signals = {**key, "layer": list(LAYERS), "p": list(token.p)}
-    writer.append(signals_table("hero"), signals, cell=cell, schema=signals_schema(["p"]))
+    signals = {**key, "layer": list(LAYERS), "p": list(token.p), **{k: list(v) for k, v in token.more.items()}}
+    writer.append(signals_table("hero"), signals, cell=cell, schema=signals_schema(["p", *token.more]))
     if token.hit is not None:
         columns = {"arm": name, "request": token.request, "position": token.position, "nll": [token.nll]}
         writer.append("token_scores", {**columns, "hit": token.hit, "reference": token.reference}, cell=cell)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.analysis.example_run import write_example_run
 from tests.analysis.expert_run import DECODE, PREFILL, write_expert_run
-from tests.dashboard.pages import open_page
+from tests.dashboard.pages import open_page, table
 from tests.dashboard.test_pages import ROUTING, column, figures, pickers, said
 
 BALANCE = "page_balance.py"
@@ -32,6 +32,25 @@ def test_several_ranks(monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
     assert column(app, "FLOPs (% of ranks')") == ["18.8\u00a0%", "6.2\u00a0%", "18.8\u00a0%", "56.2\u00a0%"]
     assert column(app, "Measured P50 (ms)") == ["0.114", "—", "—"]
     assert column(app, "Over")[:3] == ["local copy", "same node", "other node"]
+
+
+def test_placements_compared_by_hand(monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
+    """The prompts' two layers, in units of 384 weighted FLOPs (four tokens of a narrow expert), ranks' mean 4 in both.
+
+    Layer 1 gives every expert as many tokens, so that a narrow one has 1 and a wide one 3; layer 2 gives all to experts
+    0 (4) and 7 (12). Contiguous: 2, 2, 6, 6 and 4, 0, 0, 12, so 1.5 and 3. All_size: 1 + 3 on each rank, so 1, and 3
+    again. Replicated halves expert 7 between ranks 1 and 3: 4, 5.5, 4, 2.5 and 4, 6, 0, 6, so 1.375 and 1.5. P50 is
+    half way between two values, P95 at 19 parts of 20.
+    """
+    app = open_page(monkeypatch, runs, BALANCE, run="ranks", cell=PREFILL)
+    compared = table(app, "Fullest rank's weights")
+    assert compared["Placement"].tolist() == ["contiguous (in force)", "all_size", "replicated"]
+    assert compared["P50 (max ÷ mean)"].tolist() == ["2.25†", "2.00†", "1.44†"]
+    assert compared["P95 (max ÷ mean)"].tolist() == ["2.92†", "2.90†", "1.49†"]
+    # Bytes of both layers: two wide experts of 576 each; one of each width, 192 and 576; the same and expert 7's copy.
+    assert compared["Fullest rank's weights"].str.replace("\u00a0", " ").tolist() == ["2.30 kB", "1.54 kB", "2.69 kB"]
+    assert compared["÷ mean of ranks"].tolist() == ["1.50", "1.00", "1.47"]
+    assert "Placements, judged on the same recorded steps" in said(app.subheader)
 
 
 def test_another_cell_and_its_windows(monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:

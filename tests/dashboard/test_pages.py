@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -175,6 +176,12 @@ class TestLadder:
     def test_an_address_of_another_run_falls_back(self, monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
         app = open_page(monkeypatch, runs, LADDER, run="gone", cell="prefill-b9-l9", arm="nobody")
         assert pickers(app)["Run"].value in os.listdir(runs)
+
+    def test_an_interval_among_dashes_is_shown_whole(self, monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
+        app = open_page(monkeypatch, runs, LADDER, run="whole", cell="prefill-b4-l32", arm="routed")
+        grid = next(element for element in app.dataframe if "Rung" in element.value.columns)
+        width = json.loads(grid.proto.columns)["95 % interval"]["width"]
+        assert width >= 6.5 * max(map(len, grid.value["95 % interval"])) + 16  # pixels of a character, of the margins
 
     def test_all_variants_on_request(self, monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
         app = open_page(monkeypatch, runs, LADDER, run="whole")

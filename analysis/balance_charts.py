@@ -35,7 +35,7 @@ PLACEMENTS = (
     ("#332288", "circle"), ("#cc6677", "square"), ("#117733", "diamond"), ("#999933", "triangle-up"),
     ("#aa4499", "cross"), ("#44aa99", "x"), ("#882255", "star"),
 )  # fmt: skip
-EXPERTS, TRANSFER, WAIT = SEGMENT_COLOURS["ffn"], SEGMENT_COLOURS["dispatch"], SEGMENT_COLOURS["kv"]
+EXPERTS, TRANSFER, WAIT = (SEGMENT_COLOURS[name] for name in ("experts", "exchange", "dispatch"))
 #: Above this many ranks a matrix has no numbers in it.
 RANKS_NUMBERED = 8
 
@@ -152,12 +152,12 @@ def placement_marks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     return {name: PLACEMENTS[k % len(PLACEMENTS)] for k, name in enumerate(dict.fromkeys(names))}
 
 
-def imbalances(frame: pd.DataFrame, in_force: str, look: Look, arm: str) -> go.Figure:
+def imbalances(frame: pd.DataFrame, in_force: str | None, look: Look, arm: str) -> go.Figure:
     """P50, P95 and P99 of imbalance under each placement, all layers together.
 
     Args:
         frame: rows of `balance_judged.imbalances` of one arm and cell.
-        in_force: name of the placement it ran with.
+        in_force: name of the placement it ran with; None where it had none.
     """
     rows = frame[frame["layer"] == ALL_LAYERS]
     names = list(dict.fromkeys(rows["placement"]))
@@ -183,15 +183,16 @@ def imbalances(frame: pd.DataFrame, in_force: str, look: Look, arm: str) -> go.F
     figure.update_xaxes(title={"text": "imbalance of a step and layer (busiest rank ÷ mean)"}, nticks=7)
     figure.update_yaxes(categoryorder="array", categoryarray=list(labels.values()), autorange="reversed")
     figure.update_yaxes(showgrid=False)
-    return headed(figure, 60 + 26 * len(names), arm, look, "Imbalance by placement, in force in bold")
+    what = "Imbalance by placement, " + ("predicted from recorded loads" if in_force is None else "in force in bold")
+    return headed(figure, 60 + 26 * len(names), arm, look, what)
 
 
-def windows(frame: pd.DataFrame, in_force: str, look: Look, arm: str) -> go.Figure:
+def windows(frame: pd.DataFrame, in_force: str | None, look: Look, arm: str) -> go.Figure:
     """P50, P95 and P99 of imbalance against the tokens of a window, a line a placement.
 
     Args:
         frame: rows of `balance_judged.window_tails` of one arm, cell and order.
-        in_force: name of the placement it ran with, drawn thick.
+        in_force: name of the placement it ran with, drawn thick; None where it had none.
     """
     sizes = sorted(frame["window"].unique())
     marks = placement_marks(list(frame["placement"]))

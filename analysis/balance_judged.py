@@ -137,8 +137,7 @@ def compared(run: Run, layout: Layout, exchanged: pd.DataFrame, found: Reached |
         `fitted_here`: the placement was fitted to these steps. `predicted_*` are of whole steps: to the experts and
         their all-to-alls the rest of the cell's instrumented steps is added, as it was (median over steps of the
         slowest rank's time without experts, dispatch, combine, and its waits). `measured_p50_ms`: the instrumented
-        steps themselves, of the placement in force and where as many ranks ran; NaN elsewhere. Empty with one rank to
-        be on.
+        steps themselves, of the placement in force; NaN elsewhere. Empty with one rank to be on.
     """
     if layout.experts.ranks == 1 or layout.placements.empty:
         return pd.DataFrame(columns=list(COMPARED_COLUMNS))
@@ -157,7 +156,7 @@ def compared(run: Run, layout: Layout, exchanged: pd.DataFrame, found: Reached |
         values = int((load.tokens.sum(-1) > 0).sum())
         marked = {f"marked_p{p}": samples_beyond(values, p) < SAMPLES_BEYOND for p in PERCENTILES}
         walls = timed.loc[timed["cell"] == cell.name, "wall_ns"]
-        in_force = (table["placement"] == layout.in_force) & (layout.ran_on == layout.experts.ranks)
+        in_force = table["placement"] == layout.in_force
         tables.append(
             table.assign(
                 arm=layout.arm, **about_cell(cell), steps=len(load.tokens), values=values, **marked, in_force=in_force,

@@ -30,7 +30,9 @@ TIME_COLUMNS = (
     *_CELL, "rank", "operation", "steps", "transfer_ms", "wait_ms", "wait_p50_ms", "wait_p95_ms", "wait_p99_ms",
     "step_ms", "wait_share",
 )  # fmt: skip
-WIDTH_COLUMNS = (*_CELL, "rank", "width", "steps", "ms_per_step", "share", "pairs_per_step", "gflops_per_s")
+WIDTH_COLUMNS = (
+    *_CELL, "rank", "width", "all_widths", "steps", "ms_per_step", "share", "pairs_per_step", "gflops_per_s",
+)  # fmt: skip
 EXPERT_COLUMNS = (*_CELL, "layer", "expert", "name", "group", "width", "pairs", "share", "flop_share", "to_even")
 
 LOCAL, SAME_NODE, OTHER_NODE, UNKNOWN = "local copy", "same node", "other node", "node not recorded"
@@ -70,7 +72,7 @@ def _held(layout: Layout) -> dict[int, tuple[float, float]]:
     """Rank → copies of experts and bytes of their weights, under the placement in force; empty where it is unknown."""
     placed, experts = layout.placements[layout.placements["placement"] == layout.in_force], layout.experts
     if layout.ran_on == 1:  # it holds all, whatever number of ranks its placements are for
-        every = [(layout.in_force, layer, e, 0, 0, 1) for layer in layout.layers for e in range(len(experts.widths))]
+        every = [("alone", layer, e, 0, 0, 1) for layer in layout.layers for e in range(len(experts.widths))]
         placed, experts = pd.DataFrame(every, columns=list(PLACEMENT_COLUMNS)), replace(experts, ranks=1)
     held = weight_table(placed, experts)
     return dict(zip(held["rank"], zip(held["copies"], held["weight_bytes"], strict=True), strict=True))
@@ -203,12 +205,15 @@ def widths(run: Run, layout: Layout) -> pd.DataFrame:
 
     `ms_per_step`: mean over instrumented steps; `share`: of the rank's expert time. `pairs_per_step` and
     `gflops_per_s` are of the steps whose loads were recorded too, NaN where there is none: weighted FLOPs ÷ the time
-    of the same steps.
+    of the same steps. `all_widths`: no width has a time of its own, and this is all experts', which run at `width`.
     """
     spent = of_steps(run, "expert_times", layout.arm)
     loads = of_steps(run, "loads", layout.arm)
     width_E = np.array(layout.experts.widths, np.int64)
     loads = loads.assign(width=width_E[loads["expert"].to_numpy()])
+    all_widths = layout.times_note is not None and len(set(layout.experts.widths)) > 1
+    if all_widths:
+        loads["width"] = width_E.max()
     key = ["cell", "step", "rank", "width"]
     done = loads.groupby(key, as_index=False)[["tokens", "flops"]].sum()
     recorded = loads[["cell", "step"]].drop_duplicates().assign(counted=True)
@@ -226,7 +231,8 @@ def widths(run: Run, layout: Layout) -> pd.DataFrame:
                 ns = both["ns"].sum()
                 lines.append(
                     {
-                        "arm": layout.arm, **about_cell(cell), "rank": rank, "width": width, "steps": steps,
+                        "arm": layout.arm, **about_cell(cell), "rank": rank, "width": width,
+                        "all_widths": all_widths, "steps": steps,
                         "ms_per_step": each["ns"].sum() / 1e6 / steps, "share": each["ns"].sum() / whole,
                         "pairs_per_step": both["tokens"].sum() / counted["step"].nunique() if len(counted) else np.nan,
                         "gflops_per_s": both["flops"].sum() / ns if ns else np.nan,

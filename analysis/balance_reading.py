@@ -37,24 +37,26 @@ class Layout:
         experts: widths and sizes; its `ranks` are those of the placements, which a single process is judged by too.
         of_layer: layer → its experts, by name, group and width.
         ran_on: ranks that ran.
-        in_force: the placement they had.
+        in_force: the placement they had; None of a single process, which has every expert.
         nodes: node of each rank that ran, numbered from 0; empty where it was not recorded.
         placements: `PLACEMENT_COLUMNS`, the one in force first.
         fitted_on: what placements were fitted to, by their name, and `fitted_steps` the steps that is; `notes`: what
             must be said beside one.
+        times_note: why there is no time of each width; None where there is.
     """
 
     arm: str
     experts: Experts
     of_layer: dict[int, list[Expert]]
     ran_on: int
-    in_force: str
+    in_force: str | None
     attention: str
     nodes: tuple[int, ...]
     placements: pd.DataFrame
     fitted_on: dict[str, str]
     fitted_steps: frozenset[int]
     notes: dict[str, str]
+    times_note: str | None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -86,9 +88,10 @@ def layouts(run: Run) -> list[Layout]:
         if arm.name not in recorded or about is None:
             continue
         placed = rows_of(run.table("placements"), arm=arm.name).df()[list(PLACEMENT_COLUMNS)]
-        ahead = placed["placement"] == about.placement
+        in_force = about.placement if about.ranks > 1 else None
+        ahead = placed["placement"] == in_force
         placed = pd.concat([placed[ahead], placed[~ahead]], ignore_index=True)
-        ranks = max(about.ranks, int(placed["rank"].max()) + 1 if len(placed) else 1)
+        ranks = max(about.ranks, about.compared_on or 1)
         node_of = {name: number for number, name in enumerate(dict.fromkeys(about.nodes))}
         found.append(
             Layout(
@@ -96,13 +99,14 @@ def layouts(run: Run) -> list[Layout]:
                 experts=Experts(tuple(about.widths_E), about.hidden, about.itemsize, ranks),
                 of_layer=experts_of(arm, about.hidden),
                 ran_on=about.ranks,
-                in_force=about.placement,
+                in_force=in_force,
                 attention=about.attention,
                 nodes=tuple(node_of[name] for name in about.nodes),
                 placements=placed,
                 fitted_on=dict(about.fitted_on),
                 fitted_steps=frozenset(about.fitted_steps),
                 notes=dict(about.notes),
+                times_note=about.times_note,
             )
         )
     return found

@@ -119,9 +119,12 @@ def _sentence(layout: Layout) -> str:
             f"{what}, on {layout.ran_on} ranks {on}placed {layout.in_force}; attention "
             f"{layout.attention.replace('_', ' ')}."
         )
-    if layout.experts.ranks == 1:
-        return f"{what}, in a single process: there is one rank, so nothing to balance."
-    return f"{what}, in a single process: placements are judged as if its tokens had met {layout.experts.ranks} ranks."
+    if layout.placements.empty:
+        return f"{what}, in a single process, and no placement on ranks was recorded to compare."
+    return (
+        f"{what}, in a single process: placements are judged as if its tokens had met {layout.experts.ranks} ranks, "
+        "predicted from the recorded loads and not measured (parallel.experts in the spec sets how many)."
+    )
 
 
 def _headlines(layout: Layout, found: pd.DataFrame) -> list[str]:
@@ -143,7 +146,11 @@ def _headlines(layout: Layout, found: pd.DataFrame) -> list[str]:
         if names:
             best = min(names, key=lambda name: value[name, 95])
             fitted, fitted_here = layout.fitted_on.get(best), bool(of_cell["fitted_here"].any())
-            where = "of the placements compared" if said else f"in {label}, of the placements compared"
+            where = (
+                "of the placements compared"
+                if said
+                else f"in {label}, of the placements compared on {layout.experts.ranks} ranks, predicted,"
+            )
             said.append(
                 f"{where} {best} has the lowest P95{few}, {wording.number(value[best, 95])} ×"
                 + (f" (fitted on {fitted}{', these included' if fitted_here else ''})" if fitted else "")
@@ -208,13 +215,15 @@ def window_figures(found: Balance, look: Look, cell: str | None = None) -> dict[
 
 
 def captions(found: Balance) -> dict[str, str]:
-    """What must stand beside the tables: rules, and how times were predicted."""
+    """What must stand beside the tables: rules, how times were predicted, and what could not be measured."""
+    note = found.layout.times_note
     return {
         "imbalance": f"{IMBALANCE_RULE} {SMALL}: fewer than {SAMPLES_BEYOND} values beyond the percentile.",
         "predicted": f"{BARRIER_ROOFLINE} {found.speeds} Added is the rest of the step, as it was instrumented.",
         "wait": WAIT_RULE,
         "bytes": LOCAL_RULE,
         "windows": WINDOW_RULE,
+        "widths": f"Unsupported: the products of each width by themselves. {wording.sentence(note)}" if note else "",
     }
 
 
@@ -244,7 +253,7 @@ def markdown_parts(found: Balance, names: Mapping[str, str]) -> list[tuple[str, 
         ("Transfer and wait", of["times_table"], said["wait"]),
         ("Bytes by link", of["links_table"], said["bytes"]),
         ("Bytes by source and destination", of["traffic_table"], ""),
-        ("Expert time by width", of["widths_table"], ""),
+        ("Expert time by width", of["widths_table"], said["widths"]),
         ("Expert weights on each rank", of["held_table"], ""),
         ("Experts by layer", of["layers_table"], ""),
         ("Imbalance by layer", of["imbalance_table"], ""),

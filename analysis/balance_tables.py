@@ -103,13 +103,13 @@ def traffic(frame: pd.DataFrame) -> Table:
 
 
 def widths(frame: pd.DataFrame) -> Table:
-    """`balance_ranks.widths`: a line a cell, rank and width."""
+    """`balance_ranks.widths`: a line a cell, rank and width, or one of all of them where they have no times apart."""
     return table(
         frame,
         [
             _CELL,
             ("Rank", True, lambda r: str(r.rank)),
-            ("Expert width", True, lambda r: wording.count(r.width)),
+            ("Expert width", True, lambda r: ("all, at " if r.all_widths else "") + wording.count(r.width)),
             ("Time (ms a step)", True, lambda r: wording.number(r.ms_per_step)),
             ("Share (% of the rank's expert time)", True, lambda r: wording.percent(r.share)),
             ("Token-expert pairs (a step)", True, lambda r: wording.number(r.pairs_per_step)),

@@ -26,15 +26,20 @@ from profiler.records import Manifest
 INK, MUTED, GRID, GHOST, PAPER = "#1f2933", "#5f6b76", "#e6e9ed", "#dfe3e8", "#ffffff"
 BASELINE = "#78838e"
 ARM_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+#: Tol's `light`, and beside it what it has none for: experts, shared ones and all-to-alls stay at least 14 apart in Lab
+#: from each other and all others here, as those who confuse red and green, or blue and yellow, see them.
 SEGMENT_COLOURS = {
     "attention": "#77aadd",
     "ffn": "#ee8866",
+    "experts": "#9988ff",
+    "shared": "#88cc88",
     "head": "#eedd88",
     "embedding": "#99ddff",
     "norm": "#bbcc33",
     "router": "#ffaabb",
     "replacement": "#44bb99",
     "dispatch": "#aaaa00",
+    "exchange": "#ccffcc",
     "kv": "#b79fcf",
     "unattributed": "#dddddd",
 }

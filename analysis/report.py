@@ -222,7 +222,7 @@ def _routing_part(found: _Contents, cell: str, arm: str, skips: pd.DataFrame, pl
 
 
 def _expert_sections(found: _Contents, plot: document.Figures) -> list[dict[str, Any]]:
-    """One a cell, with one part an arm that chose experts there."""
+    """One a cell, with one part an arm that chose experts there; without bars of groups where there is one group."""
     labels = {str(row.cell): wording.row_label(row) for row in found.wide.itertuples()}
     every = found.expert_shares[found.expert_shares["domain"] == routing.ALL_DOMAINS]
     groups = expert_shares.group_shares(found.expert_shares)
@@ -233,7 +233,9 @@ def _expert_sections(found: _Contents, plot: document.Figures) -> list[dict[str,
             "arms": [
                 {
                     "heat": plot(expert_charts.expert_heat(part, str(arm), found.look)),
-                    "groups": plot(expert_charts.group_bars(mine, str(arm), found.look)),
+                    "groups": plot(expert_charts.group_bars(mine, str(arm), found.look))
+                    if mine["group"].nunique() > 1
+                    else None,
                     "table": balance_tables.group_shares(mine[mine["domain"] == routing.ALL_DOMAINS]),
                 }
                 for arm, part in of_cell.groupby("arm", sort=False)
@@ -283,16 +285,21 @@ def _diagnosed(found: _Contents, arm: str, plot: document.Figures) -> dict[str, 
         )
     )  # fmt: skip
     tested = tracks[(tracks["target"] == SHARE) & tracks["rho"].notna()]
+    by_token = _by_token(found, arm)
     return {
         "name": found.names[arm],
-        "layers": plot(diagnostic_charts.layers(rates, flips, arm, found.look)),
-        "layer_table": diagnostic_tables.layers(rates, flips),
+        "layers": plot(diagnostic_charts.layers(rates, flips, arm, found.look, by_token=by_token)),
+        "layer_table": diagnostic_tables.layers(rates, flips, by_token=by_token),
         "drift": plot(diagnostic_charts.drift(drift, arm, found.look)) if not drift.empty else None,
         "drift_table": diagnostic_tables.drift(drift),
         "forest": plot(diagnostic_charts.forest(tested, arm, found.look)) if not tested.empty else None,
         "tracks": diagnostic_tables.tracks(tracks),
         "confounds": diagnostic_tables.confounds(confounds),
     }
+
+
+def _by_token(found: _Contents, arm: str) -> bool:
+    return found.run.manifest.arm(arm).scope == "token"
 
 
 def _prompts(grid: routing.Heatmap) -> list[tuple[str, str, str]]:
@@ -402,8 +409,9 @@ def _held_out_parts(found: _Contents) -> list[tuple[str, tables.Table, str]]:
         rates, flips, drift, tracks = (
             frame[frame["arm"] == arm] for frame in (about.rates, about.flips, about.drift, about.tracks)
         )
+        layers = diagnostic_tables.layers(rates, flips, by_token=_by_token(found, arm))
         parts += [
-            (f"Held-out decisions by layer: {name}", diagnostic_tables.layers(rates, flips), ""),
+            (f"Held-out decisions by layer: {name}", layers, ""),
             (f"What decisions follow: {name}", diagnostic_tables.tracks(tracks), ""),
             (f"Decision logits, start and now: {name}", diagnostic_tables.drift(drift), ""),
         ]

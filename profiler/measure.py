@@ -44,7 +44,6 @@ from profiler.stepdata import (
     digest,
     divided,
     divided_as_decided,
-    entered_by_all,
     executed_as_decided,
     segment_rows,
     tally,
@@ -127,13 +126,11 @@ class Limits:
 class Outcome:
     """What a measured cell leaves beside its tables.
 
-    `twin_medians_ns`: the median bare step of each repeat, in order, of each arm that has no twin itself. `loads`: arm
-    → recorded steps in order, each with its number and the tokens that entered every (layer, expert) on all ranks.
+    `twin_medians_ns`: the median bare step of each repeat, in order, of each arm that has no twin itself.
     """
 
     rules: list[RuleRecord]
     twin_medians_ns: dict[str, list[float]]
-    loads: dict[str, list[tuple[int, dict[tuple[int, int], int]]]]
 
 
 @dataclass(frozen=True)
@@ -226,7 +223,6 @@ class CellRun:
         self._changed: dict[str, int] = defaultdict(int)
         self._dropped: dict[str, int] = defaultdict(int)
         self._lost = 0
-        self._loads: dict[str, list[tuple[int, dict[tuple[int, int], int]]]] = defaultdict(list)
         self._said: dict[tuple[str, int], Tensor] = {}
         self._look_at = max(limits.min_repeats, REPEATS_FOR_INTERVAL)
         self._last: StepData | None = None
@@ -255,7 +251,7 @@ class CellRun:
                 self.between(min(1.0, max(cell.repeats / limits.max_repeats, spent / limits.budget_s)))
                 cell.stopped = self._stop(cell.repeats, warmed, self.ranks.agree(spent))
         cell.outputs = self._outputs()
-        return Outcome(self._rules(), self._twin_medians(), dict(self._loads))
+        return Outcome(self._rules(), self._twin_medians())
 
     def _stop(self, repeats: int, warmed: int, spent: float) -> str | None:
         limits = self.limits
@@ -372,11 +368,10 @@ class CellRun:
         if not seen:
             return
         ranks = self.ranks.gather([tally(data, step.arm.record) for step, data in seen])
+        if not self.ranks.leads:
+            return
         for (step, _), *tallies in zip(seen, *ranks, strict=True):
-            if (step.arm.name, step.index) not in self._digests:
-                self._loads[step.arm.name].append((step.number, entered_by_all(tallies)))
-            if self.ranks.leads:
-                self._problems[step.arm.name] += divided_as_decided(tallies, step.arm.record)
+            self._problems[step.arm.name] += divided_as_decided(tallies, step.arm.record)
 
     def _check(self, step: _Step, data: StepData) -> list[Rows]:
         """Check one instrumented step; its decisions and rows are written once per cell, and compared from then on."""

@@ -53,13 +53,14 @@ class SpanSite:
     """A module whose forward is one segment of one layer.
 
     `traced_only` marks segments that are named ranges of a trace but too small and too many to be timed in every
-    recorded step: what timing them costs is of the order of what it would show.
+    recorded step: what timing them costs is of the order of what it would show. `part`: as of `Recorder.span`.
     """
 
     module: nn.Module
     segment: str
     layer: int
     traced_only: bool = False
+    part: int | None = None
 
 
 class Recordable(Protocol):
@@ -431,7 +432,7 @@ class Recorder:
         self._device = next(root.parameters()).device
         self._handles.append(root.register_forward_pre_hook(self._begin, prepend=True))
         for site in subject.spans():
-            self._watch(site.module, partial(self._timed, (site.segment, site.layer, None), site.traced_only))
+            self._watch(site.module, partial(self._timed, (site.segment, site.layer, site.part), site.traced_only))
         for probe in subject.probes():
             self._watch(probe.module, partial(self._counted, (probe.layer, probe.site, probe.choice), probe.whole))
         self._handles.append(root.register_forward_hook(self._end, always_call=True))

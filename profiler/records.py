@@ -26,6 +26,8 @@ Pass = Literal["warmup", "bare", "instrumented", "traced", "quality", "serving"]
 
 #: Cells of the quality pass, by mode. The manifest lists them in `quality`, not in `cells`: nothing is timed in them.
 QUALITY_CELLS = {"prefix": "quality", "whole": "quality-whole"}
+#: What parts with placements are named after, in place of a cell: written at the end, from the loads of all cells.
+PLACEMENTS = "placements"
 #: What the gates had seen when a continuation was scored, by mode, as tables and reports name it.
 QUALITY_MODES = {"prefix": "gated on prefix", "whole": "whole sequence (leaks)"}
 
@@ -162,11 +164,13 @@ TABLES: dict[str, pa.Schema] = {
         ]
     ),
     # Time of the products of one width's experts in an instrumented step, every such step; part of segment `experts`.
+    # Where experts do not run width by width, it is all of theirs, under the width they run at: see `times_note`.
     "expert_times": pa.schema(
         [*_KEY, ("cell", pa.string()), ("layer", pa.int32()), ("width", pa.int32()), ("ns", pa.int64())]
     ),
     # Which rank has which copy of which expert: of the tokens an expert gets, a copy computes number `turn`,
     # `turn + every`, ... Written once an arm: the placement in force, which the manifest names, and others to compare.
+    # Of one process none is in force, and all are to compare, on `compared_on` ranks.
     "placements": pa.schema(
         [
             ("arm", pa.string()),
@@ -345,7 +349,8 @@ class ParallelRecord(Record):
     `nodes`: the host of each rank. `widths_E`: width of each routed expert of a layer, in groups of `per_group`.
     `itemsize`: bytes an element of activations and weights. `fitted_on`: what placements that follow measured loads
     were fitted to, by their name; judged on the same steps, `fitted_steps`, they look better than they are. `notes`:
-    what must be said beside a placement wherever it is shown, by its name.
+    what must be said beside a placement wherever it is shown, by its name. `compared_on`: of one process, the ranks
+    that its placements are for. `times_note`: why table `expert_times` has no time of each width.
     """
 
     ranks: int
@@ -359,6 +364,8 @@ class ParallelRecord(Record):
     fitted_on: dict[str, str] = Field(default_factory=dict)
     fitted_steps: list[int] = Field(default_factory=list)
     notes: dict[str, str] = Field(default_factory=dict)
+    compared_on: int | None = None
+    times_note: str | None = None
 
 
 class ArmRecord(Record):

@@ -179,7 +179,7 @@ def run(spec: Spec, out: Path | None, *, resume: bool = False, progress: Progres
 
     def choose() -> Path:
         folder = out or default_folder(spec.name)
-        check_folder(folder, resume=resume, spec_sha256=spec.sha256())
+        check_folder(folder, resume=resume, spec_sha256=spec.sha256(), processes=ranks.size)
         return folder
 
     with processes.started(spec.parallel, spec.model.device) as ranks:
@@ -284,7 +284,6 @@ def _run(prepared: Prepared, writer: RunWriter, progress: Progress, ranks: Ranks
     spec, arms, inputs, manifest = prepared.spec, prepared.arms, prepared.inputs, writer.manifest
     earlier = manifest.contention
     twin_medians: list[float] = []
-    loads: dict[str, list[tuple[int, placing.Load]]] = {arm.name: [] for arm in arms}
     stage = stage_of(progress)
     with machine.Contention(ranks.launcher) as contention, _telemetry(writer) as telemetry:
         manifest.unsupported = [*telemetry.unsupported, *_unsupported(prepared)]
@@ -323,8 +322,6 @@ def _run(prepared: Prepared, writer: RunWriter, progress: Progress, ranks: Ranks
             manifest.rules += _of_all(ranks, outcome.rules)
             _enforce(manifest.rules)
             twin_medians = _longest(twin_medians, outcome)
-            for name, steps in outcome.loads.items():
-                loads[name] += steps
             manifest.contention = _verdict(contention, twin_medians, earlier, ranks)
             others = ranks.gather(writer.written(cell))[1:]
             writer.close_cell(cell, others if ranks.leads else ())
@@ -334,7 +331,9 @@ def _run(prepared: Prepared, writer: RunWriter, progress: Progress, ranks: Ranks
     manifest.unsupported = [*telemetry.unsupported, *_unsupported(prepared)]
     manifest.contention = _verdict(contention, twin_medians, earlier, ranks)
     if not ranks.alone:
-        _merge(prepared, writer, loads, ranks)
+        _merge(writer, ranks)
+    if ranks.leads:
+        placing.place(writer, manifest.arms, spec.parallel.experts if spec.parallel is not None else None)
 
 
 def _of_all(ranks: Ranks, mine: list[RuleRecord]) -> list[RuleRecord]:
@@ -344,19 +343,11 @@ def _of_all(ranks: Ranks, mine: list[RuleRecord]) -> list[RuleRecord]:
     ]
 
 
-def _merge(
-    prepared: Prepared, writer: RunWriter, loads: dict[str, list[tuple[int, placing.Load]]], ranks: Ranks
-) -> None:
-    """What rank 0 writes for all once they are done: how many rows there are, and placements to compare."""
+def _merge(writer: RunWriter, ranks: Ranks) -> None:
+    """Every row of every rank is on disk then, and rank 0's manifest counts it."""
     others = ranks.gather(writer.tallies())[1:]
-    if not ranks.leads:
-        return
-    for counts, drops in others:
+    for counts, drops in others if ranks.leads else ():
         writer.add(counts, drops)
-    for arm in prepared.arms:
-        if arm.record.parallel is not None:
-            for rows in placing.placement_rows(arm.record, loads[arm.name]):
-                writer.append(rows.table, rows.columns, cell=rows.cell)
 
 
 def _measure_quality(prepared: Prepared, writer: RunWriter, progress: Progress) -> None:
@@ -411,9 +402,15 @@ def _telemetry(writer: RunWriter) -> Telemetry:
 
 
 def _unsupported(prepared: Prepared) -> list[Unsupported]:
+    found = [
+        Unsupported(metric=f"expert time by width of arm {arm.name}", reason=arm.record.parallel.times_note)
+        for arm in prepared.arms
+        if arm.record.parallel is not None and arm.record.parallel.times_note is not None
+    ]
     if prepared.loaded.model.device.type == "cuda":
-        return []
+        return found
     return [
+        *found,
         Unsupported(metric="device_ns", reason="the model ran on the CPU, which has no device clock of its own"),
         Unsupported(
             metric="host synchronisations", reason="counted on CUDA only; on the CPU there is nothing to wait for"

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from profiler import checkpoints, methods
+from profiler import checkpoints, methods, placing
 from profiler.arms import describe
 from profiler.costs import backbone_parameters
 from profiler.errors import InputError, RuleError
@@ -238,6 +238,7 @@ def record(model: PreTrainedModel, out: str | Path, arm: str = "mine") -> Iterat
                 recorder.detach()
                 recorder.sink = None
                 rule = session.conclude()
+            placing.place(writer, [described])
             if one.clashed:
                 raise InputError(_TOGETHER)
             if not rule.passed:

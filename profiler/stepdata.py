@@ -246,14 +246,6 @@ def tally(data: StepData, arm: ArmRecord) -> Tally:
     )
 
 
-def entered_by_all(tallies: Sequence[Tally]) -> dict[tuple[int, int], int]:
-    """Rows that entered each (layer, expert) of one step, on all ranks together."""
-    total: Counter[tuple[int, int]] = Counter()
-    for each in tallies:
-        total.update(each.entered)
-    return dict(total)
-
-
 def divided_as_decided(tallies: Sequence[Tally], arm: ArmRecord) -> list[str]:
     """Rule 1 where ranks have different experts: rows that entered each, added up over ranks, against the decisions.
 
@@ -265,12 +257,14 @@ def divided_as_decided(tallies: Sequence[Tally], arm: ArmRecord) -> list[str]:
     decided: Counter[tuple[int, int]] = Counter()
     for each in tallies[:1] if arm.parallel.attention == "replicated" else tallies:
         decided.update(each.decided)
-    entered = entered_by_all(tallies)
+    entered: Counter[tuple[int, int]] = Counter()
+    for each in tallies:
+        entered.update(each.entered)
     return [
-        f"layer {layer} {SITE} {expert}: {entered.get((layer, expert), 0)} rows entered on {len(tallies)} ranks, "
+        f"layer {layer} {SITE} {expert}: {entered[layer, expert]} rows entered on {len(tallies)} ranks, "
         f"decisions say {decided[layer, expert]}"
         for layer, expert in sorted({*decided, *entered})
-        if entered.get((layer, expert), 0) != decided[layer, expert]
+        if entered[layer, expert] != decided[layer, expert]
     ]
 
 

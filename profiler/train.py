@@ -258,7 +258,7 @@ class _Run:
             if self._step % _SAY_EVERY == 0 or self._step == spec.steps:
                 self._progress.say(
                     f"step {self._step}/{spec.steps}  loss {line['loss']:.3f}  lm {line['lm']:.3f}  "
-                    f"skipped {line['skip_rate']:.1%}  {line['tokens_per_s']:.0f} tokens/s  {_duration(left)} left"
+                    f"{self._handle.step_words(line)}  {line['tokens_per_s']:.0f} tokens/s  {_duration(left)} left"
                 )
             if self._step % spec.evaluate_every == 0 and self._step < spec.steps:
                 self._evaluate()
@@ -338,7 +338,7 @@ class _Run:
         constants = {name: [round(value, 6) for value in of_layers.values()] for name, of_layers in learned.items()}
         self._log.write("held_out", step=self._step, stored=stored, figures=figures, **constants)
         for domain, found in figures.items():
-            self._progress.say(f"  {domain}: {_in_words(found, self._handle)}")
+            self._progress.say(f"  {domain}: {self._handle.held_out_words(found)}")
 
 
 def summary(trained: Trained) -> list[str]:
@@ -350,15 +350,8 @@ def summary(trained: Trained) -> list[str]:
     seen = " (the gates see the whole text, as in training)" if method.scope == "sequence" else ""
     lines = [f"held-out loss, nats a token{seen}"]
     for name, found in after.items():
-        lines.append(f"  {name}: untouched backbone {before[name]['open']:.3f}; {_in_words(found, method)}")
+        lines.append(f"  {name}: {method.before_words(before[name])}; {method.held_out_words(found)}")
     return [*lines, f"checkpoint  {trained.checkpoint}", f"log         {trained.folder / training_log.NAME}"]
-
-
-def _in_words(found: dict[str, Any], method: Trainable | type[Trainable]) -> str:
-    return (
-        f"every gate open {found['open']:.3f}; routed {found['routed']:.3f}, {found['skip_rate']:.1%} of "
-        f"{method.skipped}, {found['deciding']} layers decide by input"
-    )
 
 
 def _check_folder(folder: Path, resume: bool) -> None:

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from profiler.errors import InputError, StoreError
-from profiler.records import QUALITY_CELLS, TABLES, CellRecord, Manifest, QualityRecord, State
+from profiler.records import PLACEMENTS, QUALITY_CELLS, TABLES, CellRecord, Manifest, QualityRecord, State
 from profiler.store import MANIFEST, SPEC, Run, cell_of_part, slug
 
 #: Room for one more manifest, given back at the end, so that even on a full disk it can be said how a run ended.
@@ -88,15 +88,16 @@ def _write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         raise
 
 
-def check_folder(folder: Path, *, resume: bool = False, spec_sha256: str | None = None) -> None:
+def check_folder(folder: Path, *, resume: bool = False, spec_sha256: str | None = None, processes: int = 1) -> None:
     """Refuse a folder that a run cannot be written into. Nothing is written.
 
     Args:
         folder: new or empty; with `resume` an unfinished run of this spec.
+        processes: how many write it together, one a rank.
 
     Raises:
-        InputError: it is a file, holds something else, or with `resume` nothing, a closed run, a running one or another
-            spec's.
+        InputError: it is a file, holds something else, or with `resume` nothing, a closed run, a running one, another
+            spec's, or one of another number of processes.
         StoreError: it cannot be looked into, or with `resume` is not a run, or lacks rows it should have.
     """
     try:
@@ -109,7 +110,7 @@ def check_folder(folder: Path, *, resume: bool = False, spec_sha256: str | None 
         what = "it is empty" if folder.exists() else "there is no such folder"
         raise InputError(f"--resume {folder}: {what}, so no run to go on with; leave out --resume to start one")
     if resume:
-        _check_unfinished(Run(folder), spec_sha256)
+        _check_unfinished(Run(folder), spec_sha256, processes)
     elif held:
         one = "one other file" if len(held) == 1 else f"{len(held)} other files"
         raise InputError(
@@ -172,7 +173,8 @@ class RunWriter:
             parts = folder.glob(f"*/part-*-r{self.rank}-*.parquet")
             self._part = max((1 + _number(part) for part in parts), default=0)
             return
-        check_folder(folder, resume=resume, spec_sha256=self.manifest.spec_sha256)
+        processes = max(1, len(self.manifest.ranks))
+        check_folder(folder, resume=resume, spec_sha256=self.manifest.spec_sha256, processes=processes)
         ours = not folder.exists()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -209,7 +211,7 @@ class RunWriter:
         quality = before.manifest.quality if before.manifest.quality and before.manifest.quality.done else None
         whole = {*kept, *(QUALITY_CELLS.values() if quality else ())}
         known = {*(cell.name for cell in before.manifest.cells), *QUALITY_CELLS.values()}
-        undone = {slug(name) for name in known} - {slug(name) for name in whole}
+        undone = {slug(name) for name in (*known, PLACEMENTS)} - {slug(name) for name in whole}
         for leftover in [*self.folder.glob(".*.tmp-*"), *self.folder.glob("*/.*.tmp-*")]:
             leftover.unlink()
         counts: Counter[str] = Counter()
@@ -450,8 +452,8 @@ def _number(part: Path) -> int:
     return int(part.stem.rpartition("-")[2])
 
 
-def _check_unfinished(before: Run, spec_sha256: str | None) -> None:
-    """Refuse to go on with another spec's run, a closed one, or one that is still being written."""
+def _check_unfinished(before: Run, spec_sha256: str | None, processes: int) -> None:
+    """Refuse to go on with another spec's run, a closed one, one still being written, or one of other ranks."""
     old, where = before.manifest, f"--resume {before.path}"
     if old.spec_sha256 != spec_sha256:
         raise InputError(
@@ -462,6 +464,13 @@ def _check_unfinished(before: Run, spec_sha256: str | None) -> None:
         raise InputError(f"{where}: the run is complete; a run is never changed after it is closed")
     if before.state == "running":
         raise InputError(f"{where}: process {old.pid} on {old.host} is still writing it; stop that one first")
+    ran = max(1, len(old.ranks))
+    if ran != processes:
+        how = f"start torchrun --nproc-per-node {ran}" if ran > 1 else "start one, without torchrun"
+        raise InputError(
+            f"{where}: the run was begun by {ran} processes, and is gone on with by {processes}; what a rank computes "
+            f"depends on how many there are, so {how}, or start a new run"
+        )
     if before.mismatches:
         raise StoreError(
             f"{where}: the folder is not as it was written: {before.mismatches[0]}. Cells marked done would be taken "
@@ -473,6 +482,7 @@ def _check_conditions(before: Run, now: Manifest) -> None:
     """Refuse to mix cells of two models, machines or versions."""
     old, where = before.manifest, f"--resume {before.path}"
     facts = [(f"machine.{key}", old.machine.get(key), now.machine.get(key)) for key in SAME_MACHINE]
+    facts += [("placing of ranks on nodes", _nodes(old), _nodes(now))]
     facts += [(f"version of {key}", old.versions.get(key), now.versions.get(key)) for key in SAME_VERSIONS]
     then_model, now_model = (each.model.model_dump() if each.model is not None else {} for each in (old, now))
     facts += [(f"model's {key}", then_model.get(key), now_model.get(key)) for key in then_model | now_model]
@@ -482,6 +492,12 @@ def _check_conditions(before: Run, now: Manifest) -> None:
                 f"{where}: its {name} was {then}, and now it is {today}; cells measured under both cannot be "
                 "compared, so start a new run"
             )
+
+
+def _nodes(manifest: Manifest) -> list[int]:
+    """The node of each rank, numbered in the order they come: names of hosts may change between two allocations."""
+    number = {host: place for place, host in enumerate(dict.fromkeys(rank.host for rank in manifest.ranks))}
+    return [number[rank.host] for rank in manifest.ranks]
 
 
 def _batch(schema: pa.Schema, columns: Mapping[str, Any], cell: str, rank: int) -> pa.RecordBatch:

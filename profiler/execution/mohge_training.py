@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import shutil
 from abc import abstractmethod
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -48,12 +48,27 @@ class MohgeTraining(Trainable):
     """The training half of `methods.mohge`."""
 
     Objective = MohgeObjective
-    skipped = "layers of experts"
 
     #: What the other half has: layer → its experts, the block of an arm, and whether ranks share the experts.
     blocks: dict[int, Any]
     design: Design
     member: Any
+
+    @classmethod
+    def step_words(cls, line: Mapping[str, Any]) -> str:
+        return f"routed width {line['width']:.0f}  busiest {line['busiest']:.2f} × mean"
+
+    @classmethod
+    def held_out_words(cls, found: Mapping[str, Any]) -> str:
+        shares = [found[name] for name in sorted(found, key=_group) if _group(name) >= 0]
+        return (
+            f"loss {found['routed']:.3f}; a token takes a routed width of {found['width']:.0f} a layer, groups "
+            f"in order {' / '.join(f'{share:.0%}' for share in shares)}, busiest expert {found['busiest']:.2f} × mean"
+        )
+
+    @classmethod
+    def before_words(cls, found: Mapping[str, Any]) -> str:
+        return f"before training {found['routed']:.3f}"
 
     @abstractmethod
     def balancing(self) -> AbstractContextManager[list[Balance]]:
@@ -100,6 +115,12 @@ class MohgeTraining(Trainable):
             deciders=deciders,
             sums=sums,
         )
+
+
+def _group(name: str) -> int:
+    """The group whose share the figure of that name is; −1 where it is no share."""
+    head, _, number = name.partition("_")
+    return int(number) if head == "group" and number.isdigit() else -1
 
 
 def backbone_weights(dec: Decoder, without_ffn: Container[int]) -> dict[str, nn.Parameter]:

@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
@@ -279,11 +279,29 @@ class Trainable(Routed):
 
     Class attributes:
         Objective: options of what is minimised.
-        skipped: what a skip rate counts, as the end of "3.0 % of ...".
+        skipped: what a skip rate counts, as the end of "3.0 % of ..."; of a method with words of its own, nothing.
     """
 
     Objective: ClassVar[type[MethodConfig]]
     skipped: ClassVar[str]
+
+    @classmethod
+    def step_words(cls, line: Mapping[str, Any]) -> str:
+        """What a line of progress says of an update beside its losses and its speed; `line`: that of the log."""
+        return f"skipped {line['skip_rate']:.1%}"
+
+    @classmethod
+    def held_out_words(cls, found: Mapping[str, Any]) -> str:
+        """A domain's held-out figures (`train.held_out`) in words."""
+        return (
+            f"every gate open {found['open']:.3f}; routed {found['routed']:.3f}, {found['skip_rate']:.1%} of "
+            f"{cls.skipped}, {found['deciding']} layers decide by input"
+        )
+
+    @classmethod
+    def before_words(cls, found: Mapping[str, Any]) -> str:
+        """What a domain's figures before training are compared with those after it by."""
+        return f"untouched backbone {found['open']:.3f}"
 
     def prepare(self, gradient_checkpointing: bool) -> None:
         """Make ready to be trained; called once, before `trainables`, which are then float32 at least.

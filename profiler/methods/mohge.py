@@ -369,7 +369,16 @@ class Mohge(MohgeTraining):
             per_group=self.design.rule.per_group,
             hidden=self.decoder.hidden_size,
             itemsize=weight.element_size(),
+            times_note=self._times_note,
         )
+
+    @property
+    def _times_note(self) -> str | None:
+        """Why no width has a time of its own; None where each has."""
+        widths = self.design.widths
+        if self.config.strategy != "padded" or len(set(widths)) == 1:
+            return None
+        return f"strategy padded: every expert runs at the largest width, {max(widths)}: the time is of all of them"
 
     @property
     def _placement_name(self) -> str:

@@ -118,6 +118,7 @@ class StockMoe(Method):
             per_group=block.number // kept_of,
             hidden=self.decoder.hidden_size,
             itemsize=self.model.dtype.itemsize,
+            times_note="transformers' experts gather, multiply and add back in one forward: the time is of all that",
         )
 
     @property
@@ -148,7 +149,7 @@ class StockMoe(Method):
             found += [
                 SpanSite(block.mlp, "dispatch", layer),
                 SpanSite(block.router, "router", layer),
-                SpanSite(block.experts, SITE, layer),
+                SpanSite(block.experts, SITE, layer, part=block.width),
             ]
             if block.shared is not None:
                 found.append(SpanSite(block.shared, "shared", layer))

@@ -72,6 +72,7 @@ def arm(ranks: int = RANKS, nodes: tuple[str, ...] = ("a", "a", "b", "b")) -> Ar
         ranks=ranks, placement="contiguous", attention="data_parallel", nodes=list(nodes[:ranks]),
         widths_E=list(WIDTHS), per_group=4, hidden=HIDDEN, itemsize=ITEMSIZE,
         fitted_on={"replicated": f"the step of {PREFILL}"}, fitted_steps=[0], notes={"replicated": "1 copy added"},
+        compared_on=RANKS if ranks == 1 else None,
     )  # fmt: skip
     return ArmRecord(
         name="mohge", method="mohge", twin=None, scope="token", choices=choices + unused,

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from analysis import balance_ranks
+from analysis import balance_ranks, balance_tables
 from analysis.balance_reading import Layout, layouts, of_steps
 from profiler.records import ArmRecord, CellRecord, ParallelRecord
 from profiler.store import Run
@@ -154,6 +154,18 @@ class TestTimes:
         # 2 FLOPs a ns: 16 tokens of 96, and of 288, over 2 steps.
         assert found["ms_per_step"].tolist() == pytest.approx([16 * 96 / 2 / 2 / 1e6, 16 * 288 / 2 / 2 / 1e6])
         assert found["share"].tolist() == pytest.approx([0.25, 0.75])
+        assert not found["all_widths"].any()
+
+    def test_where_all_run_at_the_largest_width_their_time_is_of_all(self, tmp_path: Path) -> None:
+        place = {"arm": "mohge", "step": 0, "rank": 0, "layer": 1}
+        run = by_hand(
+            tmp_path, loads=[load(0, 0, 0, 5), load(0, 0, 7, 3)], expert_times=[{**place, "width": 6, "ns": 768}]
+        )
+        about = replace(layout(run), times_note="strategy padded: every expert runs at the largest width, 6")
+        (line,) = balance_ranks.widths(run, about).itertuples()
+        # Tokens of both widths, whose FLOPs are those they need: 96 each in this run.
+        assert (line.width, line.all_widths, line.pairs_per_step, line.gflops_per_s) == (6, True, 8, 1.0)
+        assert balance_tables.widths(balance_ranks.widths(run, about)).rows[0][2] == "all, at 6"
 
 
 def spent(number: int, rank: int, ns: int) -> dict[str, Any]:

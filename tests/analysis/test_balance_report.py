@@ -39,8 +39,12 @@ def test_sentences_say_what_ran_and_what_would_have_been_better(found: Balance) 
 
 def test_one_process_says_that_it_is_judged_as_if(alone: Run) -> None:
     (only,) = balances(alone)
-    assert only.sentence.endswith("in a single process: placements are judged as if its tokens had met 4 ranks.")
-    assert only.headlines[1].startswith("In decode")
+    assert "in a single process: placements are judged as if its tokens had met 4 ranks, predicted" in only.sentence
+    assert only.headlines[1].replace("\u00a0", " ") == (
+        "In decode, batch 4, 4 tokens of context, of the placements compared on 4 ranks, predicted, all_size has the "
+        "lowest P95†, 2.00 ×."
+    )
+    assert not only.compared["in_force"].any()
     assert "the busiest rank computed" not in " ".join(only.headlines)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
@@ -62,6 +63,35 @@ def test_arms_have_colours_of_their_own_and_the_baseline_is_grey(example: Run) -
     assert colours["dense"] == charts.BASELINE
     assert len(set(colours.values())) == 3
     assert not set(charts.SEGMENT_COLOURS.values()) & set(charts.ARM_COLOURS)
+
+
+#: How colours are seen (linear RGB): by most, and without red, green or blue cones (Machado et al. 2009, severity 1).
+EYES = [
+    np.eye(3),
+    np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
+    np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
+    np.array([[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]),
+]
+
+
+def seen(colour: str) -> np.ndarray:
+    """`[4, 3]`: CIE Lab of a colour as each of `EYES` sees it."""
+    parts = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    xyz = np.clip(np.stack([eye @ linear for eye in EYES]), 0, 1) @ to_xyz.T / [0.9505, 1.0, 1.089]
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116).T
+    return np.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)], axis=1)
+
+
+@pytest.mark.parametrize("name", ["experts", "shared", "exchange"])
+def test_segments_of_experts_are_told_apart_by_every_eye(name: str) -> None:
+    mine = seen(charts.SEGMENT_COLOURS[name])
+    others = {charts.OTHER_SEGMENT, *charts.ARM_COLOURS, *charts.SEGMENT_COLOURS.values()} - {
+        charts.SEGMENT_COLOURS[name]
+    }
+    assert len(others) == len(charts.ARM_COLOURS) + len(charts.SEGMENT_COLOURS)
+    assert min(np.linalg.norm(mine - seen(other), axis=1).min() for other in others) > 14
 
 
 def test_arms_keep_their_colour_from_figure_to_figure(example: Run, figures: dict[str, go.Figure]) -> None:

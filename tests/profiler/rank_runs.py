@@ -2,6 +2,7 @@
 
 Four processes. The first three run a spec to its end, under replicated and under data-parallel attention. Then the
 third stops itself in the middle of a run, and the fourth, which takes its place in the last one, is killed in it.
+`go_on` is what three new ones do with that run.
 """
 
 from __future__ import annotations
@@ -54,14 +55,16 @@ class Ends(Quiet):
             os.kill(os.getpid(), self._number)
 
 
-def join(rank: int, port: int, folder: Path, given: Spec, ends: int | None = None) -> dict[str, Any]:
+def join(
+    rank: int, port: int, folder: Path, given: Spec, ends: int | None = None, *, resume: bool = False
+) -> dict[str, Any]:
     """One run as torchrun would have started it; what was raised, and how many seconds it took."""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank)
     )
     began = time.monotonic()
     try:
-        run(given, folder, progress=None if ends is None else Ends(ends))
+        run(given, folder, progress=None if ends is None else Ends(ends), resume=resume)
         said = None
     except (GatewiseError, KeyboardInterrupt) as error:
         said = f"{type(error).__name__}: {error}"
@@ -85,3 +88,16 @@ def main(process: int, ports: list[int], folder: str) -> None:
             time.sleep(0.1)
         found["killed"] = join(min(process, 2), ports[3], into / "killed", spec(), signal.SIGKILL if killed else None)
     (into / f"{process}.json").write_text(json.dumps(found))
+
+
+def go_on(rank: int, ports: list[int], folder: str) -> None:
+    """Resume `folder`/killed to its end; once more, which is refused; and with another spec, which is too."""
+    torch.set_num_threads(1)
+    into = Path(folder)
+    unlike = spec(name="another")
+    found = {
+        "another": join(rank, ports[0], into / "killed", unlike, resume=True),
+        "resumed": join(rank, ports[1], into / "killed", spec(), resume=True),
+        "again": join(rank, ports[2], into / "killed", spec(), resume=True),
+    }
+    (into / f"resumed-{rank}.json").write_text(json.dumps(found))

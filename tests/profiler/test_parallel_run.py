@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from analysis.balance_report import balances
 from analysis.latency import step_samples
 from profiler.errors import InputError
 from profiler.run import run
@@ -199,6 +201,69 @@ def test_the_others_name_a_lost_rank_and_keep_what_was_recorded(
     assert set(steps[steps["cell"] == prefill.name]["rank"]) == {0, 1, 2}
 
 
+# -- going on ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def resumed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the killed run left, gone on with by three new processes."""
+    into, ports, context = tmp_path_factory.mktemp("resumed"), free_ports(3), forking()
+    shutil.copytree(folder / "killed", into / "killed")
+    processes = [context.Process(target=rank_runs.go_on, args=(rank, ports, str(into))) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * RANKS
+    return into
+
+
+def test_a_run_of_several_ranks_is_gone_on_with(folder: Path, resumed: Path, alone: Run) -> None:
+    before, after = Run(folder / "killed"), Run(resumed / "killed")
+    assert after.state == "complete"
+    assert after.mismatches == []
+    assert len(after.manifest.resumed_utc) == 1
+    done = before.manifest.cells[0].name
+    parts = list(before.path.glob(f"*/part-{done}-r*.parquet"))
+    assert {path.name.rpartition("-r")[2][0] for path in parts} == {"0", "1", "2"}
+    for path in parts:
+        assert (after.path / path.relative_to(before.path)).read_bytes() == path.read_bytes()
+    for mine, theirs in zip(after.manifest.cells, alone.manifest.cells, strict=True):
+        assert mine.done
+        assert mine.outputs == theirs.outputs
+    assert _decisions(after) == _decisions(alone)
+    steps = after.frame("steps")
+    assert not steps.duplicated(["step", "rank"]).any()
+    assert (steps.groupby("step")["rank"].nunique() == RANKS).all()
+
+
+def test_its_placements_are_fitted_to_the_cells_of_before_too(folder: Path, resumed: Path) -> None:
+    whole, after = Run(folder / "replicated"), Run(resumed / "killed")
+    mine, theirs = after.manifest.arm("mohge").parallel, whole.manifest.arm("mohge").parallel
+    assert mine is not None
+    assert theirs is not None
+    assert (mine.fitted_on, mine.fitted_steps[:1]) == (theirs.fitted_on, theirs.fitted_steps[:1])
+    for name in ("balanced", "replicated"):
+        placed = [frame[frame["placement"] == name] for frame in (after.frame("placements"), whole.frame("placements"))]
+        assert placed[0].to_numpy().tolist() == placed[1].to_numpy().tolist()
+
+
+@pytest.mark.parametrize(("how", "why"), [("again", "the run is complete"), ("another", "a run has one spec")])
+def test_every_rank_refuses_a_run_that_cannot_be_gone_on_with(resumed: Path, how: str, why: str) -> None:
+    for rank in range(RANKS):
+        said = json.loads((resumed / f"resumed-{rank}.json").read_text())
+        assert said[how]["said"].startswith("InputError: --resume ")
+        assert why in said[how]["said"]
+        assert said["resumed"]["said"] is None
+
+
+def test_one_process_does_not_go_on_with_a_run_of_three(folder: Path) -> None:
+    kept = sorted(path.name for path in (folder / "killed").rglob("*"))
+    with pytest.raises(InputError, match="begun by 3 processes, .* by 1; .* torchrun --nproc-per-node 3"):
+        run(spec(), folder / "killed", resume=True)
+    assert sorted(path.name for path in (folder / "killed").rglob("*")) == kept
+
+
 # -- what is refused ---------------------------------------------------------------------------------
 
 
@@ -228,8 +293,33 @@ def test_one_process_has_no_ranks_and_still_its_loads(alone: Run) -> None:
     assert about is not None
     assert about.ranks == 1
     assert alone.manifest.ranks == []
-    for table in ("dispatch", "collectives", "placements"):
+    for table in ("dispatch", "collectives"):
         assert len(alone.frame(table)) == 0
     loads = alone.frame("loads")
     prefill = loads[loads["cell"] == "prefill-b5-l8"]
     assert prefill.groupby("layer")["tokens"].sum().tolist() == [5 * 8 * 4, 5 * 8 * 4]  # four experts a token
+
+
+def test_one_process_is_placed_as_its_spec_would_have_been(folder: Path, alone: Run) -> None:
+    about = alone.manifest.arm("mohge").parallel
+    assert about is not None
+    assert about.compared_on == 3
+    placed, on_ranks = alone.frame("placements"), Run(folder / "replicated").frame("placements")
+    proven = sorted({*placed["placement"]} - {"exact"})  # a search by the clock
+    assert proven == ["all_size", "balanced", "contiguous", "interleaved", "replicated"]
+    for name in proven:
+        mine, theirs = (f[f["placement"] == name].reset_index(drop=True) for f in (placed, on_ranks))
+        pd.testing.assert_frame_equal(mine, theirs)
+
+
+def test_one_process_is_reported_as_predicted(alone: Run) -> None:
+    (found,) = balances(alone)
+    assert "as if its tokens had met 3 ranks, predicted from the recorded loads and not measured" in found.sentence
+    compared = found.compared.groupby("placement")
+    assert set(compared.groups) == {"contiguous", "all_size", "interleaved", "balanced", "exact", "replicated"}
+    columns = ["imbalance_p50", "imbalance_p95", "imbalance_p99", "largest_weight_bytes", "predicted_p50_ms"]
+    assert (found.compared[columns] > 0).all(axis=None)
+    assert found.compared["measured_p50_ms"].isna().all()
+    # All sizes on every rank, on each of two layers: 8 + 16 + 24 + 32 wide, three matrices.
+    held = found.held[found.held["placement"] == "all_size"]
+    assert held["weight_bytes"].tolist() == [2 * 3 * D * 80 * ITEM] * 3

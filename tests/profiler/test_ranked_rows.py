@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import numpy as np
 
-from profiler.placing import placement_rows
+from profiler.placing import placement_rows, recorded
 from profiler.recorder import Count, Decision, Exchange, StepData, Traffic
-from profiler.records import ArmRecord, Choice, ParallelRecord
+from profiler.records import ArmRecord, Choice, Manifest, ParallelRecord
 from profiler.stepdata import (
     Place,
     Tally,
     decision_rows,
     divided_as_decided,
-    entered_by_all,
     executed_as_decided,
     segment_rows,
     tally,
 )
+from profiler.store import Run
+from profiler.writer import RunWriter
 
 #: Two groups of two experts, 4 and 6 wide, in layer 1 of a model 10 wide.
 WIDTHS = [4, 4, 6, 6]
@@ -118,7 +120,6 @@ def test_experts_are_held_to_the_decisions_over_all_ranks() -> None:
     tallies = [tally(here, both), tally(there, both)]
     assert tallies[0] == Tally({(1, 0): 2, (1, 2): 2, (1, 3): 2}, {(1, 0): 2})
     assert divided_as_decided(tallies, both) == []
-    assert entered_by_all(tallies) == {(1, 0): 2, (1, 2): 2, (1, 3): 2}
     short = [tally(here, both), tally(step({1: 1, 2: 2, 3: 1}, CHOSEN), both)]
     assert divided_as_decided(short, both) == [
         "layer 1 experts 1: 1 rows entered on 2 ranks, decisions say 0",
@@ -174,3 +175,35 @@ def test_without_recorded_steps_nothing_is_fitted_and_no_room_is_said() -> None:
     names = {rows.columns["placement"] for rows in placement_rows(uneven, [(1, {(1, 0): 3})])}
     assert names == {"contiguous", "all_size", "interleaved"}
     assert "Raise the slack" in uneven.parallel.notes["balanced"]
+
+
+def test_one_process_is_placed_on_four_ranks_or_as_many_as_it_is_told() -> None:
+    alone = arm(1)
+    assert alone.parallel is not None
+    for told, ranks in (({}, 4), ({"ranks": 2}, 2), ({"ranks": 9}, 4)):  # there are four experts
+        rows = placement_rows(alone, [(1, {(1, 0): 3, (1, 3): 2})], **told)
+        placed = {each.columns["placement"]: each.columns["rank"] for each in rows}
+        assert {"contiguous", "all_size", "interleaved"} <= set(placed)
+        assert alone.parallel.compared_on == ranks
+        assert placed["contiguous"] == [e * ranks // 4 for e in range(4)]
+        assert all(set(where) <= set(range(ranks)) for where in placed.values())
+    assert alone.parallel.ranks == 1
+
+
+def test_a_single_expert_has_nowhere_else_to_be() -> None:
+    alone = arm(1)
+    assert alone.parallel is not None
+    alone.parallel.widths_E, alone.parallel.per_group = [4], 1
+    assert placement_rows(alone, []) == []
+    assert alone.parallel.compared_on is None
+
+
+def test_loads_are_those_of_all_ranks_in_cells_that_are_timed(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run", Manifest(name="t", created_utc="", pid=1, host="h"))
+    for cell, number, rank, expert, tokens in (
+        ("c", 7, 0, 1, 3), ("c", 7, 1, 1, 2), ("c", 7, 1, 0, 4), ("c", 5, 0, 2, 1), ("quality", 9, 0, 3, 8),
+    ):  # fmt: skip
+        columns = {"arm": "a", "step": [number], "rank": rank, "layer": 1, "expert": expert, "tokens": tokens}
+        writer.append("loads", columns, cell=cell)
+    writer.finish("complete")
+    assert recorded(Run(tmp_path / "run")) == {"a": [(5, {(1, 2): 1}), (7, {(1, 0): 4, (1, 1): 5})]}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from analysis.balance_report import balances
 from analysis.ladder import ladder
+from analysis.report import render_markdown
 from profiler import models, plan
 from profiler import run as running
 from profiler.estimate import estimate
@@ -43,6 +47,32 @@ def test_loads_are_recorded(run: Run) -> None:
     assert set(per_step) == {2 * 4 * 16}
 
 
+def test_placements_on_four_ranks_are_compared_on_its_loads(run: Run) -> None:
+    found = {each.arm: each for each in balances(run)}
+    assert set(found) == {"stock", "eager"}
+    compared = found["stock"].compared
+    assert found["stock"].layout.experts.ranks == 4
+    assert set(compared["placement"]) == {"contiguous", "all_size", "interleaved", "balanced", "exact", "replicated"}
+    assert (compared[["imbalance_p95", "largest_weight_bytes", "predicted_p50_ms"]] > 0).all(axis=None)
+    # Two of eight experts on each rank, in four layers: 3·64·96 parameters, float32.
+    assert set(compared.loc[compared["placement"] == "contiguous", "largest_weight_bytes"]) == {2 * 4 * 3 * 64 * 96 * 4}
+
+
+def test_time_of_its_experts_is_told_with_what_it_is_of(run: Run) -> None:
+    times = run.frame("expert_times")
+    assert set(times["arm"]) == {"all", "stock", "eager"}
+    assert set(times["width"]) == {96}
+    segments = run.frame("segments").query("segment == 'experts'")
+    both = times.merge(segments, on=["arm", "step", "layer"], suffixes=("", "_segment"))
+    assert len(both) == len(times) == len(segments)
+    assert (both["ns"] == both["ns_segment"]).all()
+    assert {(u.metric, u.reason.split(":")[0]) for u in run.manifest.unsupported if "width" in u.metric} == {
+        (f"expert time by width of arm {arm}", "transformers' experts gather, multiply and add back in one forward")
+        for arm in ("all", "stock", "eager")
+    }
+    assert "Unsupported: the products of each width by themselves." in render_markdown(run)
+
+
 def test_plan_and_estimate_take_it() -> None:
     plans = plan.plan(load("stock-moe", SMALL))
     assert {one.backbone_parameters for one in plans} == {675_136}
@@ -57,10 +87,14 @@ def test_pads_that_experts_computed_are_counted_apart() -> None:
     assert (sum(c.rows for c in of_layer), sum(c.padded for c in of_layer)) == (2 * 14, 2 * 13)
 
 
-def test_a_session_takes_an_unwrapped_model(tmp_path) -> None:
+def test_a_session_takes_an_unwrapped_model(tmp_path: Path) -> None:
     loaded = models.load("mixtral-tiny", device="cpu")
     with record(loaded.model, out=tmp_path / "run"), torch.no_grad():
         loaded.model(input_ids=torch.tensor([[5, 6, 7]]))
     found = Run(tmp_path / "run")
     assert found.manifest.arms[0].method == "stock_moe"
     assert len(found.frame("gates")) == 4 * 3
+    placed = found.frame("placements")
+    assert found.manifest.arms[0].parallel is not None
+    assert found.manifest.arms[0].parallel.compared_on == 4
+    assert {"all_size", "balanced", "exact"} <= set(placed["placement"])

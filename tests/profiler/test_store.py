@@ -27,6 +27,7 @@ from profiler import writer as writing
 from profiler.errors import InputError, StoreError
 from profiler.records import (
     FORMAT,
+    PLACEMENTS,
     TABLES,
     CellRecord,
     Manifest,
@@ -54,6 +55,10 @@ def cell(name: str) -> CellRecord:
 def manifest(**more: Any) -> Manifest:
     given = {"name": "t", "created_utc": "2026-01-01T00:00:00+00:00", "pid": os.getpid(), "host": os.uname().nodename}
     return Manifest(**{**given, "spec_sha256": "s", **more})
+
+
+def ranks(*hosts: str) -> list[RankRecord]:
+    return [RankRecord(rank=rank, pid=rank, host=host, threads=1) for rank, host in enumerate(hosts)]
 
 
 def steps(numbers: range | list[int], arm: str = "a") -> dict[str, Any]:
@@ -508,6 +513,7 @@ def test_resuming_keeps_done_cells_byte_for_byte_and_drops_the_begun_one(tmp_pat
         ({"versions": {"torch": "9.9"}}, "version of torch was None, and now it is 9.9"),
         ({"machine": {"cpu": "Z80"}}, "machine.cpu was None, and now it is Z80"),
         ({"model": MODEL}, "its model's source was None, and now it is tiny; cells measured under both"),
+        ({"ranks": ranks("a", "b")}, "begun by 1 processes, .* by 2; .* so start one, without torchrun"),
     ],
 )
 def test_resuming_under_other_conditions_is_refused_and_changes_nothing(
@@ -518,6 +524,26 @@ def test_resuming_under_other_conditions_is_refused_and_changes_nothing(
     with pytest.raises(InputError, match=sentence):
         RunWriter(tmp_path / "run", manifest(cells=[cell("c1"), cell("c2")], **change), resume=True)
     assert files(tmp_path / "run") == before
+
+
+def test_resuming_with_ranks_on_other_nodes_is_refused_and_on_other_hosts_not(tmp_path: Path) -> None:
+    RunWriter(tmp_path / "run", manifest(ranks=ranks(*"aabb")), "name: t\n").finish("failed", "why")
+    with pytest.raises(InputError, match=r"placing of ranks on nodes was \[0, 0, 1, 1\], and now it is \[0, 1, 0, 1\]"):
+        RunWriter(tmp_path / "run", manifest(ranks=ranks(*"abab")), "name: t\n", resume=True)
+    RunWriter(tmp_path / "run", manifest(ranks=ranks(*"ccdd")), "name: t\n", resume=True).finish("complete")
+
+
+def test_placements_are_written_anew_by_a_resumed_run(writer: RunWriter) -> None:
+    columns = {"arm": "a", "placement": "all_size", "layer": 0, "expert": [0, 1], "rank": [0, 1], "turn": 0, "every": 1}
+    writer.append("placements", columns, cell=PLACEMENTS)
+    writer.append("telemetry", {"time_ns": [1], "metric": "m"}, cell="telemetry")
+    writer.finish("failed", "killed before it could be closed")
+    again = RunWriter(writer.folder, manifest(cells=[cell("c1"), cell("c2")]), "name: t\n", resume=True)
+    assert again.manifest.counts == {"telemetry": 1}
+    again.append("placements", columns, cell=PLACEMENTS)
+    again.finish("complete")
+    assert Run(writer.folder).frame("placements")["expert"].tolist() == [0, 1]
+    assert Run(writer.folder).mismatches == []
 
 
 def test_resuming_a_complete_run_is_refused(writer: RunWriter) -> None:

@@ -129,6 +129,19 @@ def test_several_ranks_and_checkpointing_are_refused() -> None:
         handle.prepare(False)
 
 
+def test_words_are_of_loss_and_shares_and_of_no_gate() -> None:
+    figures = {
+        "routed": 2.3456, "open": 9.9, "skip_rate": 0.0, "deciding": 0, "width": 150.6, "busiest": 1.239,
+        "group_0": 0.4, "group_1": 0.35, "group_10": 0.05, "group_2": 0.2, "loss_group": 0.1,
+    }  # fmt: skip
+    assert Mohge.held_out_words(figures) == (
+        "loss 2.346; a token takes a routed width of 151 a layer, groups in order 40% / 35% / 20% / 5%, busiest expert "
+        "1.24 × mean"
+    )
+    assert Mohge.before_words(figures) == "before training 2.346"
+    assert Mohge.step_words(figures) == "routed width 151  busiest 1.24 × mean"
+
+
 # -- a whole training --------------------------------------------------------------------------------
 
 
@@ -144,6 +157,17 @@ def test_it_learns_and_says_where_tokens_went(trained: Path) -> None:
     assert set(after) == {"math", "tool_call"}
     assert all(after[domain]["routed"] < before[domain]["routed"] - 0.3 for domain in after)
     assert all("group_3" in after[domain] for domain in after)
+
+
+def test_the_summary_speaks_of_it_too(trained: Path) -> None:
+    title, *domains, _, _ = train.summary(train.Trained(trained, training_log.read(trained)))
+    assert title == "held-out loss, nats a token"
+    assert [line.split(":")[0].strip() for line in domains] == ["math", "tool_call"]
+    for line in domains:
+        assert "before training 5." in line
+        assert "a token takes a routed width of" in line
+        assert "gate" not in line
+        assert "backbone" not in line
 
 
 def test_equal_seeds_give_equal_weights(trained: Path, tmp_path: Path) -> None:

@@ -245,6 +245,22 @@ def test_relatives_forced_open_are_their_twin(relative: Arm) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_time_of_each_width_is_recorded_or_said_to_be_of_all(strategy: str) -> None:
+    handle, steps = Arm("mohge", {**RELATIVES["mohge"], "strategy": strategy}, disturbed=True).wrap()
+    decode(handle, steps, *BATCH)
+    parallel = describe(handle, "arm", "mohge", None).parallel
+    assert parallel is not None
+    widths = {width for step in steps for _, width in step.width_ns}
+    assert all(ns > 0 for step in steps for ns in step.width_ns.values())
+    if strategy == "padded":
+        assert widths == {16}
+        assert "every expert runs at the largest width, 16" in (parallel.times_note or "")
+        return
+    assert widths == {4, 8, 12, 16}
+    assert parallel.times_note is None
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies_agree_and_count_alike(relative: Arm, strategy: str) -> None:
     first, steps = relative.wrap()
     other, others = Arm("mohge", {**relative.options, "strategy": strategy}, disturbed=True).wrap()

@@ -91,7 +91,7 @@ def _balance(run: Run, layout: Layout) -> Balance:
         layout=layout,
         sentence=_sentence(layout),
         headlines=_headlines(layout, imbalances),
-        speeds=reached.sentence
+        speeds=f"{reached.sentence} Added is the rest of the step, as it was instrumented."
         if reached is not None
         else "The time of experts was not recorded, so none is predicted.",
         ranks=balance_ranks.ranks(run, layout),
@@ -219,7 +219,7 @@ def captions(found: Balance) -> dict[str, str]:
     note = found.layout.times_note
     return {
         "imbalance": f"{IMBALANCE_RULE} {SMALL}: fewer than {SAMPLES_BEYOND} values beyond the percentile.",
-        "predicted": f"{BARRIER_ROOFLINE} {found.speeds} Added is the rest of the step, as it was instrumented.",
+        "predicted": f"{BARRIER_ROOFLINE} {found.speeds}",
         "wait": WAIT_RULE,
         "bytes": LOCAL_RULE,
         "windows": WINDOW_RULE,

@@ -62,14 +62,14 @@ def absent(value: Any) -> bool:
 
 def percent(share: Any) -> str:
     """A share of 1 as percent with one decimal and a real minus sign; `ABSENT` if there is none."""
-    return ABSENT if absent(share) else _signed(f"{100 * float(share):.1f}") + f"{NBSP}%"
+    return ABSENT if absent(share) else _signed(f"{100 * float(share):,.1f}") + f"{NBSP}%"
 
 
 def percent_interval(low: Any, high: Any) -> str:
     """An interval of shares of 1 as `a to b %`."""
     if absent(low) or absent(high):
         return ABSENT
-    return f"{_signed(f'{100 * float(low):.1f}')} to {percent(high)}"
+    return f"{_signed(f'{100 * float(low):,.1f}')} to {percent(high)}"
 
 
 def number(value: Any, digits: int = 3) -> str:
@@ -184,7 +184,7 @@ def headlines(wide: pd.DataFrame, names: Mapping[str, str]) -> list[str]:
 
 def _clause(arm: str, phase: str, cells: pd.DataFrame) -> str:
     twin = cells["twin"].iloc[0]
-    skipped = f"in {phase}, {arm} skipped {_span(cells['parameter_skip'])} of the parameters (net)"
+    skipped = f"in {phase}, {arm} {_skipped(cells['parameter_skip'])} of the parameters (net)"
     timed = cells[cells["step_time_saved"].notna()].sort_values("step_time_saved")
     if timed.empty:
         return f"{skipped}, and what time that saved was not measured ({_why_not_timed(twin)})"
@@ -195,6 +195,11 @@ def _clause(arm: str, phase: str, cells: pd.DataFrame) -> str:
         f"{skipped} and a step took between {_time(worst)} than {twin} ({_where(worst)}) "
         f"and {_time(best)} ({_where(best)})"
     )
+
+
+def _skipped(shares: pd.Series[float]) -> str:
+    """Who adds more than it skips has skipped nothing."""
+    return f"added {_span(-shares)}" if shares.max() < 0 else f"skipped {_span(shares)}"
 
 
 def _span(shares: pd.Series[float]) -> str:

@@ -281,7 +281,7 @@ class Contention:
             ),
             (
                 changed is not None and abs(changed) > DRIFT_LIMIT,
-                f"drift unknown, {len(twin_times)} repeats of the 9 it takes"
+                f"drift unknown (repeats: {len(twin_times)}, of the 9 it takes)"
                 if changed is None
                 else f"the twin's median changed by {changed:+.1%} from the first to the last third of "
                 f"{len(twin_times)} repeats (limit ±{DRIFT_LIMIT:.0%})",

@@ -19,6 +19,7 @@ from analysis import report
 from analysis.ladder import ladder
 from analysis.ladder_tables import ladder_wide
 from analysis.latency import tails
+from analysis.wording import headlines
 from profiler.errors import InputError, StoreError
 from profiler.store import Run
 from tests.analysis import example_run
@@ -180,6 +181,12 @@ class TestNumbers:
         assert "in decode, routed skipped 18.9 % of the parameters (net) and a step took 5.0 % more time" in page.text
         assert "speed-up" not in page.text.lower()
         assert "speedup" not in page.text.lower()
+
+    def test_the_headline_says_added_where_more_was_added_than_skipped(self, example: Run) -> None:
+        wide = ladder_wide(ladder(example)).assign(parameter_skip=-0.0123, step_time_saved=-12.371)
+        text = " ".join(headlines(wide, dict.fromkeys(wide["arm"], "routed"))).replace("\u00a0", " ")
+        assert "added 1.2 % of the parameters (net)" in text
+        assert "1,237.1 % more time" in text
 
     def test_tails_are_the_frames_and_small_samples_are_marked(self, example: Run, page: Page) -> None:
         rows = page.table("P50 (ms)", "P95 (ms)", "P99 (ms)")

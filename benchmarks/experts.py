@@ -40,7 +40,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from claims import Claim, exit_code, parser
+from claims import Claim, exit_code, keep_memory, parser
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -219,6 +219,7 @@ def main() -> int:
     options.add_argument("--per-group", type=int, default=8)
     options.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     given = options.parse_args()
+    keep_memory()
     found: list[Judged] = []
     with torch.no_grad():
         dtype = getattr(torch, given.dtype)

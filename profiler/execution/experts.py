@@ -17,9 +17,7 @@ Strategies, equal to rounding:
 
 A grouped product is `torch.nn.functional.grouped_mm` where it knows the dtype and rows are aligned, and products
 expert by expert otherwise. On a CPU that is a product an expert too. There `packed`, where no gradient is wanted, goes
-expert by expert itself, in 16 bits if experts have many rows, and what lies between an expert's two products stays in
-one small buffer, in the core's cache. In float32 and wider gate and up are then weights times columns: MKL was measured
-to take a quarter to a half of the time of rows times weights for it at 2 to 4 rows, and not more at any number.
+expert by expert itself, with another copy of the weights in the layout oneDNN multiplies in (`products.Laid`).
 On a GPU the host waits once a layer, to learn how many rows each expert has.
 
 Not here: what decides (`heterogeneous_router`), and experts on other ranks (`expert_parallel`).
@@ -36,16 +34,15 @@ from functools import cached_property, partial
 from itertools import accumulate, groupby
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from profiler.execution.grouped import ALIGNMENT, DTYPES
+from profiler.execution.products import Laid, laid_out, multiply
 
 Strategy = Literal["sequential", "per_width", "padded", "packed"]
-#: Mean rows an expert from which on `packed` goes expert by expert in 16 bits on a CPU: with fewer, calls cost more
-#: than it saves.
-BUFFERED_ROWS = 64
 #: Of a width, what the products of its experts run in.
 Products = Callable[[int], AbstractContextManager[Any]]
 
@@ -122,11 +119,18 @@ def dispatch(
         pairs_N, chosen = taken_NK.sum(1), taken_NK.flatten().nonzero()[:, 0]
         expert_P = expert_P[chosen]
         weight_P = None if weight_P is None else weight_P[chosen]
-    order = torch.argsort(expert_P, stable=True)
+    order = _sorted(expert_P, experts)
     place_P = torch.empty_like(order)
     place_P[order] = torch.arange(len(order), device=order.device)
     row_P = (order if chosen is None else chosen[order]) // max(width, 1)
     return Dispatch(rows, row_P, torch.bincount(expert_P, minlength=experts), place_P, weight_P, pairs_N)
+
+
+def _sorted(expert_P: Tensor, experts: int) -> Tensor:
+    """The order that sorts pairs by expert, and keeps it otherwise. On a CPU by NumPy's radix sort of small numbers."""
+    if expert_P.device.type != "cpu" or experts > np.iinfo(np.int16).max:
+        return torch.argsort(expert_P, stable=True)
+    return torch.from_numpy(np.argsort(expert_P.numpy().astype(np.int16), kind="stable"))
 
 
 class SwiGLU(nn.Module):
@@ -181,6 +185,7 @@ class Experts(nn.Module):
             each = list(members)
             self._runs.append(_Run(width, each[0], len(each)))
         self._padded: tuple[tuple[int, int], Tensor] | None = None
+        self._laid = Laid()
 
     def of(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
         """W_gate `[W, d]`, W_up `[W, d]` and W_downᵀ `[W, d]` of one expert, as views."""
@@ -259,10 +264,8 @@ class Experts(nn.Module):
             products: as in `run`.
         """
         plain = not (torch.is_grad_enabled() and (x_Pd.requires_grad or self.weights.requires_grad))
-        if plain and x_Pd.device.type == "cpu":
-            wide = x_Pd.element_size() > 2
-            if wide or len(x_Pd) >= BUFFERED_ROWS * sum(map(bool, counts)):
-                return self._through_one_buffer(x_Pd, counts, products, columns=wide)
+        if plain and laid_out(x_Pd):
+            return self._one_by_one(x_Pd, counts, products)
         found = []
         for run, blocks, x_nd, of_run in self._rows_of_runs(x_Pd, counts):
             with products(run.width):
@@ -275,29 +278,30 @@ class Experts(nn.Module):
                     found.append(_swiglu(x_nd, *blocks[only].split([2 * run.width, run.width])))
         return torch.cat(found) if found else x_Pd
 
-    def _through_one_buffer(self, x_Pd: Tensor, counts: Sequence[int], products: Products, *, columns: bool) -> Tensor:
-        """As `fused`, expert by expert; `columns`: gate and up as weights times columns."""
-        y_Pd = torch.empty_like(x_Pd)
-        widths = zip(counts, self.widths, strict=True)
-        buffer = x_Pd.new_empty(max((2 * width * count for count, width in widths), default=0))
-        start = 0
-        for run, blocks, x_nd, of_run in self._rows_of_runs(x_Pd, counts):
-            y_nd = y_Pd[start : start + len(x_nd)]
-            start += len(x_nd)
+    def _one_by_one(self, x_Pd: Tensor, counts: Sequence[int], products: Products) -> Tensor:
+        """As `fused`, expert by expert, with weights in oneDNN's layout."""
+        laid = self._laid.of(self.weights, self._gate_up_and_down)
+        y_Pd, end = torch.empty_like(x_Pd), 0
+        for run in self._runs:
+            of_run = counts[run.first : run.first + run.size]
+            if not any(of_run):
+                continue
             with products(run.width):
-                parts = zip(x_nd.split(list(of_run)), y_nd.split(list(of_run)), blocks, strict=True)
-                for x_md, y_md, block in parts:
-                    if not len(x_md):
-                        continue
-                    gate_up, down = block.split([2 * run.width, run.width])
-                    between = buffer[: 2 * run.width * len(x_md)]
-                    if columns:
-                        gate, up = torch.mm(gate_up, x_md.t(), out=between.view(-1, len(x_md))).chunk(2)
-                        hidden = F.silu(gate, inplace=True).mul_(up).t()
-                    else:
-                        hidden = _gated(torch.mm(x_md, gate_up.t(), out=between.view(len(x_md), -1)), in_place=True)
-                    torch.mm(hidden, down, out=y_md)
+                for expert, count in enumerate(of_run, run.first):
+                    if count:
+                        here = slice(end, end + count)
+                        gate, up = multiply(x_Pd[here], laid[2 * expert]).chunk(2, dim=1)
+                        y_Pd[here] = multiply(F.silu(gate).mul_(up), laid[2 * expert + 1])
+                        end += count
         return y_Pd
+
+    def _gate_up_and_down(self) -> list[Tensor]:
+        """Of each expert W_gate over W_up, `[2·W, d]`, and W_down, `[d, W]`."""
+        found = []
+        for start, width in zip(self.starts, self.widths, strict=False):
+            block = self.weights[start : start + 3 * width]
+            found += [block[: 2 * width], block[2 * width :].t()]
+        return found
 
     def _as_wide_as_the_widest(self, x_Pd: Tensor, counts: Sequence[int]) -> Tensor:
         if not len(x_Pd):

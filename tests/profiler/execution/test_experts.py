@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from profiler.execution import experts as modules
 from profiler.execution.experts import Dispatch, Experts, SwiGLU, dispatch
 
 STRATEGIES = ("sequential", "per_width", "padded", "packed")
@@ -75,24 +74,33 @@ def test_strategies_are_the_loops(strategy: str, widths: list[int], rows: int) -
 
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_packed_expert_by_expert_is_packed_grouped(
-    widths: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every choice, some experts without a row, and nobody: expert by expert through one buffer."""
+def test_packed_without_a_gradient_is_packed_with_one(widths: list[int], dtype: torch.dtype) -> None:
+    """Every choice, some experts without a row, and nobody: on a CPU expert by expert in another library's layout."""
     experts = made(widths, dtype)
     bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
     x, choice, weight = inputs(len(widths), 11)
     for chosen in (choice, choice[:, :1] * 0, choice.masked_fill(torch.arange(11)[:, None] != 4, -1)):
         to = dispatch(chosen, weight[:, : chosen.shape[1]], len(widths), full=False)
         with torch.no_grad():
-            monkeypatch.setattr(modules, "BUFFERED_ROWS", 0)
             alone = experts.run("packed", x.to(dtype), to)
-        grouped = experts.run("packed", x.to(dtype), to)  # a gradient is wanted
-        assert close(alone, grouped.detach(), bound)
-        if dtype == torch.bfloat16:
-            monkeypatch.setattr(modules, "BUFFERED_ROWS", 10**9)
-            with torch.no_grad():
-                assert torch.equal(experts.run("packed", x.to(dtype), to), grouped)
+        assert close(alone, experts.run("packed", x.to(dtype), to).detach(), bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_of_the_weights_in_another_layout_follows_them_and_is_no_copy_s(dtype: torch.dtype) -> None:
+    experts = made(WIDTHS["groups"], dtype)
+    x, choice, weight = inputs(6)
+    to = dispatch(choice, weight, 6)
+    with torch.no_grad():
+        before = experts.run("packed", x.to(dtype), to)
+        other = copy.deepcopy(experts)
+        other.weights.mul_(2)
+        assert torch.equal(experts.run("packed", x.to(dtype), to), before)
+        assert close(other.run("packed", x.to(dtype), to).double(), slow(other.double(), x, choice, weight), 0.03)
+        other = copy.deepcopy(experts)
+        other.weights.mul_(2)
+        experts.weights.mul_(2)
+        assert torch.equal(experts.run("packed", x.to(dtype), to), other.run("packed", x.to(dtype), to))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -169,7 +177,6 @@ def test_equal_widths_are_one_grouped_product(monkeypatch: pytest.MonkeyPatch) -
     calls.clear()
     made(WIDTHS["standard"]).run("packed", x, dispatch(choice, weight, 4))
     assert calls == []  # float64
-    monkeypatch.setattr(modules, "BUFFERED_ROWS", 0)
     assert torch.equal(experts.run("packed", x.float(), to), grouped)  # a gradient is wanted
     calls.clear()
     with torch.no_grad():

@@ -37,11 +37,11 @@ from profiler.execution.history_router import (
     Past,
     path_mask,
 )
-from profiler.execution.products import linear
+from profiler.execution.products import Product
 from profiler.execution.room import Room
 
-#: From so many rows on oneDNN makes up for what it costs to call it.
-_MANY = 256
+#: Rows of hidden states that stay in a core's cache.
+_BLOCK = 256
 
 
 class FoldedMath:
@@ -62,14 +62,14 @@ class FoldedMath:
     def _fold(self, r: HistoryRouter) -> None:
         psi, psi_last = cast(nn.Linear, r.f_psi[0]), cast(nn.Linear, r.f_psi[2])
         self._psi_last = psi_last.weight, psi_last.bias
-        self._input: Tensor = psi.weight
-        self._input_bias: Tensor = psi.bias
         if self._variant in LOCAL:
+            self._input = Product(psi.weight, psi.bias)
             return
         self._width = r.norm.numel()
         self._epsilon = r.norm.new_tensor(EPSILON)
-        self._input = torch.cat([r.W_hd.weight * r.norm, psi.weight])
-        self._input_bias = torch.cat([psi.bias.new_zeros(CONTENT), psi.bias])
+        self._input = Product(
+            torch.cat([r.W_hd.weight * r.norm, psi.weight]), torch.cat([psi.bias.new_zeros(CONTENT), psi.bias])
+        )
 
         path, path_last = cast(nn.Linear, r.path[0]), cast(nn.Linear, r.path[2])
         theta, theta_last = cast(nn.Linear, r.f_theta[0]), cast(nn.Linear, r.f_theta[2])
@@ -95,16 +95,23 @@ class FoldedMath:
 
     def residual_change(self, h_Nd: Tensor, past: Past, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """See `Math`. The products of δ_j and δ_{j−1} are written over δ_{j−1}, whose room is δ_{j+1}'s."""
-        delta = torch.sub(h_Nd, past.h_bar, out=self._delta[depth % 2].like(h_Nd, h_Nd.shape))
-        d = torch.linalg.vector_norm(delta, dim=1)
-        if past.delta is None:
-            return d, torch.zeros_like(d), delta
-        alike = torch.mul(delta, past.delta, out=past.delta).sum(1)
+        rows = len(h_Nd)
+        delta, d = self._delta[depth % 2].like(h_Nd, h_Nd.shape), h_Nd.new_empty(rows)
+        alike = torch.zeros_like(d) if past.delta is None else torch.empty_like(d)
+        # On a CPU block by block, so that what was just written is still in the cache.
+        block = rows if h_Nd.is_cuda else _BLOCK
+        for start in range(0, rows, block):
+            here = slice(start, start + block)
+            change = torch.sub(h_Nd[here], past.h_bar[here], out=delta[here])
+            torch.linalg.vector_norm(change, dim=1, out=d[here])
+            if past.delta is not None:
+                before = past.delta[here]
+                torch.sum(torch.mul(change, before, out=before), dim=1, out=alike[here])
         return d, alike.div_(torch.addcmul(self._epsilon, d, past.d)), delta
 
     def encode(self, h_Nd: Tensor, place: int | Tensor, path_N4: Tensor, depth: int) -> Encoded:
         """See `Math`."""
-        entered = _linear(h_Nd, self._input, self._input_bias)
+        entered = self._input(h_Nd)
         b = F.linear(F.silu(entered[:, CONTENT:]), *self._psi_last)[:, 0]
         length = torch.linalg.vector_norm(h_Nd, dim=1, keepdim=True)
         per_rms = torch.addcmul(self._epsilon, length, length, value=1 / self._width).rsqrt_()
@@ -112,7 +119,7 @@ class FoldedMath:
         if self._variant != "no_path":
             bias = self._path_bias_L[place - 1]
             code = torch.cat([code, F.silu(torch.addmm(bias, path_N4, self._path.T), inplace=True)], dim=1)
-        state = _linear(code, self._state, self._state_bias)
+        state = F.linear(code, self._state, self._state_bias)
         if self._variant == "no_memory_read":
             return Encoded(state, state, state, b, (state,))
         F.elu(state[:, : 2 * MEMORY], inplace=True).add_(1)  # φ of q and k
@@ -129,7 +136,7 @@ class FoldedMath:
             head = head + self._surprise
         else:
             compared = encoded.rest[1]
-            context = _linear(c_Nm, self._context)
+            context = F.linear(c_Nm, self._context)
             seen = context[:, :COMPARED]
             lengths = torch.linalg.vector_norm(compared, dim=1), torch.linalg.vector_norm(seen, dim=1)
             nu = 1 - torch.linalg.vecdot(compared, seen).div_(torch.addcmul(self._epsilon, *lengths))
@@ -138,11 +145,7 @@ class FoldedMath:
 
     def local(self, h_Nd: Tensor) -> Tensor:
         """See `Math`."""
-        return F.linear(F.silu(_linear(h_Nd, self._input, self._input_bias)), *self._psi_last)[:, 0]
-
-
-def _linear(x_Nd: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return linear(x_Nd, weight, bias) if len(x_Nd) >= _MANY else F.linear(x_Nd, weight, bias)
+        return F.linear(F.silu(self._input(h_Nd)), *self._psi_last)[:, 0]
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ For inference. Not here: when it is worth it (`row_trials`).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from torch.nn import functional as F
 
 #: Beyond `FEW` rows, numbers of rows are rounded up to multiples of this.
 MULTIPLE, FEW = 8, 8
+#: From so many rows on a small product makes up for what it costs to call oneDNN (seen: 60 µs).
+MANY = 256
 
 
 def offered(like: Tensor) -> bool:
@@ -82,10 +85,28 @@ class Laid:
         return self._weights
 
 
-def multiply(x_nd: Tensor, laid: Tensor) -> Tensor:
-    """x·Wᵀ, of one of the weights of a `Laid`."""
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x_nd, laid, None, "none", [], "")
+def multiply(x_nd: Tensor, laid: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x·Wᵀ + b, of a weight in oneDNN's layout."""
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x_nd, laid, bias, "none", [], "")
     return y
+
+
+class Product:
+    """x·Wᵀ + b of a weight that is nobody else's: for many rows in oneDNN's layout where there is one, else torch's."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """`weight` `[out, in]`."""
+        self._weight, self._bias = weight.contiguous(), bias
+        self._laid = torch.ops.mkldnn._reorder_linear_weight(self._weight) if laid_out(weight) else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Product:
+        return Product(copy.deepcopy(self._weight, memo), copy.deepcopy(self._bias, memo))
+
+    def __call__(self, x_nd: Tensor) -> Tensor:
+        """`[n, in]` → `[n, out]`."""
+        if self._laid is None or len(x_nd) < MANY:
+            return F.linear(x_nd, self._weight, self._bias)
+        return multiply(x_nd, self._laid, self._bias)
 
 
 def swiglu(mlp: Any, x_nd: Tensor) -> Tensor:

@@ -145,6 +145,7 @@ def _headlines(layout: Layout, found: pd.DataFrame) -> list[str]:
             )
         if names:
             best = min(names, key=lambda name: value[name, 95])
+            alike = [name for name in names if wording.number(value[name, 95]) == wording.number(value[best, 95])]
             fitted, fitted_here = layout.fitted_on.get(best), bool(of_cell["fitted_here"].any())
             where = (
                 "of the placements compared"
@@ -152,7 +153,8 @@ def _headlines(layout: Layout, found: pd.DataFrame) -> list[str]:
                 else f"in {label}, of the placements compared on {layout.experts.ranks} ranks, predicted,"
             )
             said.append(
-                f"{where} {best} has the lowest P95{few}, {wording.number(value[best, 95])} ×"
+                f"{where} {', '.join(alike)} {'has' if len(alike) == 1 else 'have'} the lowest P95{few}, "
+                f"{wording.number(value[best, 95])} ×"
                 + (f" (fitted on {fitted}{', these included' if fitted_here else ''})" if fitted else "")
             )
         if said:

@@ -41,6 +41,7 @@ from torch.nn import functional as F
 
 from profiler.execution.grouped import ALIGNMENT, DTYPES
 from profiler.execution.products import Laid, laid_out, multiply
+from profiler.execution.states import state
 
 Strategy = Literal["sequential", "per_width", "padded", "packed"]
 #: Of a width, what the products of its experts run in.
@@ -327,7 +328,7 @@ class Experts(nn.Module):
 
     def _padded_weights(self) -> Tensor:
         """`[E, 3·W_max, d]`; made anew only where the weights have changed, or have a gradient."""
-        made_from = (self.weights.data_ptr(), self.weights._version)
+        made_from = state(self.weights)
         if self._padded is not None and self._padded[0] == made_from and not torch.is_grad_enabled():
             return self._padded[1]
         widest = max(self.widths)

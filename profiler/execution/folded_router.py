@@ -17,7 +17,6 @@ The folded weights are copies, made anew when a parameter of the router changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -39,6 +38,7 @@ from profiler.execution.history_router import (
 )
 from profiler.execution.products import Product
 from profiler.execution.room import Room
+from profiler.execution.states import state
 
 #: Rows of hidden states that stay in a core's cache.
 _BLOCK = 256
@@ -154,10 +154,4 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _fingerprint(router: HistoryRouter) -> tuple[tuple[int, int], ...]:
-    """Tells a changed parameter: written in place, or given other storage."""
-    return tuple(_versions(router))
-
-
-def _versions(router: HistoryRouter) -> Iterator[tuple[int, int]]:
-    for parameter in router.parameters():
-        yield parameter.data_ptr(), parameter._version
+    return tuple(map(state, router.parameters()))

@@ -5,6 +5,7 @@ Nothing waits for the number. Rows past it hold anything, not-a-number included.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ def swiglu_first(mlp: Any, x: Tensor, count_1: Tensor) -> Tensor:
     gate = linear_first(x, mlp.gate_proj.weight, mlp.gate_proj.bias, count_1)
     up = linear_first(x, mlp.up_proj.weight, mlp.up_proj.bias, count_1)
     return linear_first(mlp.act_fn(gate) * up, mlp.down_proj.weight, mlp.down_proj.bias, count_1)
+
+
+def aligned(widths: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether rows of all these widths are as `grouped_mm` wants them."""
+    return dtype in DTYPES and all(width * dtype.itemsize % ALIGNMENT == 0 for width in widths)
 
 
 def refuse_grouped(hidden: int, inner: int, dtype: torch.dtype) -> None:

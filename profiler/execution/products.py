@@ -22,8 +22,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+
+from profiler.execution.states import state
 
 #: Beyond `FEW` rows, numbers of rows are rounded up to multiples of this.
 MULTIPLE, FEW = 8, 8
@@ -78,7 +80,7 @@ class Laid:
 
     def of(self, parameter: Tensor, parts: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
         """`parts` of the parameter, `[out, in]` each, as `multiply` takes them."""
-        made_from = (parameter.data_ptr(), parameter._version)
+        made_from = state(parameter)
         if self._made_from != made_from:
             self._weights = [torch.ops.mkldnn._reorder_linear_weight(part.detach()) for part in parts()]
             self._made_from = made_from
@@ -107,6 +109,11 @@ class Product:
         if self._laid is None or len(x_nd) < MANY:
             return F.linear(x_nd, self._weight, self._bias)
         return multiply(x_nd, self._laid, self._bias)
+
+
+def plain(mlp: Any) -> bool:
+    """Whether a feed-forward half is made of plain products, with nothing around them that `swiglu` would leave out."""
+    return all(type(part) is nn.Linear for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
 
 
 def swiglu(mlp: Any, x_nd: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from profiler.execution import products
+from profiler.execution.grouped import aligned
 from profiler.execution.rows import Fork, Strategy, Way, Ways
 
 
@@ -31,7 +32,7 @@ class Trial:
     Attributes:
         bounds: ascending row counts of a step that were tried; more rows than the last are treated as the last.
         winners: the faster strategy at each.
-        seconds: of each of `STRATEGIES`, at each, as measured for one layer.
+        seconds: of each of `STRATEGIES`, at each, as measured for one layer; without `grouped` where it cannot run.
         few: entry n is how branch `one` is best run when n rows are its own.
         more: for more rows than `few` has, ascending bounds, and whether other products are faster up to each; beyond
             the last as up to it.
@@ -89,18 +90,20 @@ def trial(forks: Sequence[Fork], widths: tuple[int, ...], dtype: torch.dtype, de
 
     Args:
         forks: of the layers, all of one shape.
-        widths: of its products; the first is that of its rows.
+        widths: of its products; the first is that of its rows, the second that inside branch `one`.
         dtype: of its rows.
         device: where they are.
     """
     key = (widths, dtype, device, torch.get_num_threads())
     if key not in _TRIALS:
         few, more = _ways(forks[:_LAYERS], widths[0], dtype, device)
-        _TRIALS[key] = _strategies(forks[:_LAYERS], widths[0], dtype, device, few, more)
+        tried = STRATEGIES if aligned(widths[:2], dtype) else STRATEGIES[:-1]
+        _TRIALS[key] = _strategies(tried, forks[:_LAYERS], widths[0], dtype, device, few, more)
     return _TRIALS[key]
 
 
 def _strategies(
+    tried: Sequence[Strategy],
     forks: Sequence[Fork],
     width: int,
     dtype: torch.dtype,
@@ -118,9 +121,9 @@ def _strategies(
         x_Nd = torch.ones((rows, width), dtype=dtype, device=device)
         one_N = torch.arange(rows, device=device) % 2 == 0
         bounds.append(rows)
-        runs = [[partial(fork.run, by, x_Nd, one_N, ways=ways) for fork in forks] for by in STRATEGIES]
+        runs = [[partial(fork.run, by, x_Nd, one_N, ways=ways) for fork in forks] for by in tried]
         seconds.append(_seconds(runs, device))
-    winners = tuple(STRATEGIES[_clearly(taken)] for taken in seconds)
+    winners = tuple(tried[_clearly(taken)] for taken in seconds)
     return Trial(tuple(bounds), winners, tuple(seconds), few, more, compiled)
 
 

@@ -15,7 +15,7 @@ Strategies, equal to rounding:
 Where all rows take the same branch it runs them as they are, whatever the strategy (`grouped` cannot know).
 Rows are counted where they enter: by probes on the branches' first products, and where no module is called (`grouped`,
 and `Branch.run_other`), by the very number of rows the products are given. Pads are run by no branch, unless there is
-nothing to tell apart.
+nothing to tell apart. Hooks of a caller on the branches' modules fire where the modules are called.
 
 Not here: what decides, which strategy is the faster one (`row_trials`), and whole sequences (`blocks`).
 
@@ -202,11 +202,9 @@ def _split(one_N: Tensor, real_N: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _scaled(y: Tensor, scale: Tensor | None) -> Tensor:
-    """Rows times their factors, multiplied in the wider dtype and rounded once; without gradients in their place."""
+    """Rows times their factors, multiplied in the wider dtype and rounded once. `y` may be a caller's: it is kept."""
     if scale is None:
         return y
-    if torch.is_grad_enabled():
+    if y.dtype == scale.dtype or torch.is_grad_enabled():
         return (y * scale[:, None]).to(y.dtype)
-    if scale.dtype == y.dtype:
-        return y.mul_(scale[:, None])
-    return y.copy_(y.to(scale.dtype).mul_(scale[:, None]))  # a product of unlike dtypes takes many times as long
+    return y.to(scale.dtype).mul_(scale[:, None]).to(y.dtype)  # a product of unlike dtypes takes many times as long

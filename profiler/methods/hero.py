@@ -318,7 +318,7 @@ class Hero(Trainable):
             block = self.decoder.blocks[layer]
             mlp, norm = cast(nn.Module, block.mlp), cast(nn.Module, block.post_attention_layernorm)
             weight = cast(nn.Linear, first_products(block)[1]).weight
-            other = partial(products.swiglu, mlp) if products.offered(weight) else None
+            other = partial(products.swiglu, mlp) if products.offered(weight) and products.plain(mlp) else None
             # Partials of bound methods: a deep copy of the tree is then wrapped by a deep copy of this handle.
             gate = _Gate(partial(self._score, depth))
             fork = Fork(
@@ -422,7 +422,9 @@ class Hero(Trainable):
 
     def prepare(self, gradient_checkpointing: bool) -> None:
         if self.config.strategy == "grouped":
-            raise InputError("training needs strategy auto, gather or masked, since grouped passes no gradients")
+            raise InputError(
+                "training needs strategy auto, gather, overlay or masked, since grouped passes no gradients"
+            )
         for adapter in self.adapters:
             adapter.to(self._wide)
         self._trial = None  # whichever strategy is the faster one, two trainings must add up in the same order

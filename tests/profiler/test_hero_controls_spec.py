@@ -51,11 +51,11 @@ def test_arms_match_in_what_they_executed(run: Run) -> None:
     table = about.table.set_index("arm")
     assert list(table.index) == ["full", *CONTROLS]
     calibrated = table.drop(index="random")
-    assert calibrated["wanted"].tolist() == [0.6] * 9
+    assert calibrated["wanted"].tolist() == [0.3] * 9
     # What was calibrated is what was executed: the same inputs, with the same decisions.
     assert calibrated["executed_skip"].tolist() == pytest.approx(calibrated["calibrated"].tolist(), abs=2e-3)
     assert calibrated["like_rates"].all()
-    assert table.loc["random", "executed_skip"] == pytest.approx(0.6, abs=0.05)  # 1,536 draws
+    assert table.loc["random", "executed_skip"] == pytest.approx(0.3, abs=0.05)  # 1,536 draws
     assert table["series"].nunique() == 10
     assert table["items"].tolist() == [8] * 10
 
@@ -93,5 +93,5 @@ def test_quality_measured_afterwards_is_of_the_same_arms(run: Run) -> None:
 def test_as_it_ships_every_arm_asks_for_one_rate() -> None:
     spec = load("hero-controls")
     rates = [arm.options.get("adapter_rate") or arm.options["gates"]["forced"]["ratio"] for arm in spec.arms[1:]]
-    assert rates == [0.6] * 10
+    assert rates == [0.3] * 10
     assert [arm.options.get("variant") for arm in spec.arms[2:10]] == CONTROLS[:-1]

@@ -277,6 +277,49 @@ def test_other_products_are_taken_where_they_are_clearly_faster(monkeypatch: pyt
     assert found.more == ((16, True), (48, False), (128, True))
 
 
+@pytest.mark.parametrize(("widths", "dtype"), [((D, 7), torch.float32), ((18, INNER), torch.float32)])
+def test_what_grouped_cannot_multiply_is_not_tried_grouped(
+    widths: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, _, _ = fork()
+    asked: list[int] = []
+    monkeypatch.setattr(row_trials, "_TRIALS", {})
+
+    def counted(runs: list[list[Any]], device: torch.device) -> tuple[float, ...]:
+        asked.append(len(runs))
+        return (1.0,) * len(runs)
+
+    monkeypatch.setattr(row_trials, "_seconds", counted)
+    assert trial([both], (*widths, 5), dtype, CPU).winners == ("gather",)
+    assert asked[-1] == 2  # gather and overlay
+
+
+def test_what_a_caller_kept_of_a_branch_stays() -> None:
+    both, mlp, _ = fork()
+    kept: list[Tensor] = []
+    mlp.down_proj.register_forward_hook(lambda _, args, y: kept.append(y))
+    one = torch.tensor([0, 1, 0, 1, 0, 0]).bool()
+    x, scale = torch.randn(6, D), torch.full((6,), 0.25)
+    with torch.no_grad():
+        both.run("gather", x, one, None, scale)
+        both.run("gather", x, torch.ones(6).bool(), None, scale)
+        assert torch.allclose(kept[0], mlp(x[one]), atol=1e-6)
+        assert torch.allclose(kept[1], mlp(x), atol=1e-6)
+
+
+def test_weights_made_under_inference_mode_run_and_what_was_made_of_others_there_passes_gradients() -> None:
+    with torch.inference_mode():
+        _, _, born = fork(width=5)
+        inside = born.first(torch.randn(6, D), torch.tensor([4], dtype=torch.int32))
+    assert inside.shape == (6, D)
+    _, _, adapter = fork(width=5)
+    x = torch.randn(6, D, requires_grad=True)
+    with torch.inference_mode():
+        adapter.first(x, torch.tensor([4], dtype=torch.int32))
+    y = adapter.first(x, torch.tensor([6], dtype=torch.int32))
+    assert torch.autograd.grad(y.square().sum(), x)[0].shape == x.shape
+
+
 def test_rows_of_a_grouped_product_are_counted_from_the_number_it_is_given() -> None:
     both, mlp, adapter = fork()
     one = torch.tensor([0, 1, 0, 1, 0, 0]).bool()

@@ -393,7 +393,7 @@ def test_what_cannot_be_trained_is_refused() -> None:
     grouped = methods.load("hero").wrap(
         random_model("llama", dtype=torch.float32), methods.configure("hero", {"strategy": "grouped"}), Recorder()
     )
-    with pytest.raises(InputError, match="training needs strategy auto, gather or masked"):
+    with pytest.raises(InputError, match="training needs strategy auto, gather, overlay or masked"):
         cast(Hero, grouped).prepare(gradient_checkpointing=False)
     with pytest.raises(InputError, match="objective.alpha: .*greater than or equal to 0"):
         methods.objective("hero", {"alpha": -1}, where="objective.")

@@ -52,7 +52,7 @@ def accuracy(frame: pd.DataFrame, names: Mapping[str, str]) -> Table:
             ("Right (% of items)", True, lambda r: wording.percent(r.accuracy)),
             ("95 % interval", True, lambda r: wording.percent_interval(r.low, r.high)),
             ("By chance (%)", True, lambda r: wording.percent(r.chance)),
-            ("Over the twin (points)", True, lambda r: wording.percent(r.over_twin)),
+            ("Over the twin (% of items)", True, lambda r: wording.percent(r.over_twin)),
             ("95 % interval of that", True, lambda r: wording.percent_interval(r.over_twin_low, r.over_twin_high)),
             ("Items", True, lambda r: wording.count(r.items)),
         ],

@@ -72,7 +72,7 @@ def test_multiple_choice_and_retain_by_hand(monkeypatch: pytest.MonkeyPatch, tmp
     ]  # fmt: skip
     # 4 of 2 choices and 6 of 4: (4 ÷ 2 + 6 ÷ 4) ÷ 10.
     assert found["By chance (%)"].str.replace("\u00a0", " ").tolist()[::2] == ["35.0 %", "50.0 %", "25.0 %"]
-    assert found["Over the twin (points)"].str.replace("\u00a0", " ").tolist()[:2] == ["—", "−30.0 %"]
+    assert found["Over the twin (% of items)"].str.replace("\u00a0", " ").tolist()[:2] == ["—", "−30.0 %"]
     assert found["Items"].tolist()[::2] == ["10", "4", "6"]
     retained = table(app, "Retains of")
     assert retained["Retains of"].tolist() == ["dense", "dense"]

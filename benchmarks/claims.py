@@ -41,8 +41,8 @@ def keep_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return
-    for what in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD, _M_TOP_PAD):
-        mallopt(what, 2**30 if what != _M_TOP_PAD else 2**28)
+    for option, size in ((_M_MMAP_THRESHOLD, 2**30), (_M_TRIM_THRESHOLD, 2**30), (_M_TOP_PAD, 2**28)):
+        mallopt(option, size)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from profiler.execution.grouped import ALIGNMENT, linear_first
-from profiler.execution.states import state
+from profiler.execution.states import Made
 
 
 class _Projection(nn.Linear):
@@ -28,7 +28,7 @@ class Adapter(nn.Module):
         super().__init__()
         self.W1 = _Projection(hidden, width, bias=False)
         self.W2 = _Projection(width, hidden, bias=False)
-        self._aligned: tuple[tuple[tuple[int, int], ...], Tensor, Tensor] | None = None
+        self._aligned: Made[tuple[Tensor, Tensor]] = Made()
 
     def start(self, generator: torch.Generator) -> None:
         """W1 uniform in ±1/√d, W2 zero (ours): a fresh adapter adds nothing to the residual."""
@@ -53,9 +53,4 @@ class Adapter(nn.Module):
         if not lacking:
             return self.W1.weight, self.W2.weight
         pair = self.W1.weight, self.W2.weight
-        made_from = tuple(map(state, pair))
-        if self._aligned is None or self._aligned[0] != made_from:
-            with torch.inference_mode(False), torch.no_grad():  # else no gradient could pass where these were used
-                down, up = F.pad(pair[0], (0, 0, 0, lacking)), F.pad(pair[1], (0, lacking))
-            self._aligned = made_from, down, up
-        return self._aligned[1:]
+        return self._aligned.of(pair, lambda: (F.pad(pair[0], (0, 0, 0, lacking)), F.pad(pair[1], (0, lacking))))

@@ -17,7 +17,7 @@ Strategies, equal to rounding:
 
 A grouped product is `torch.nn.functional.grouped_mm` where it knows the dtype and rows are aligned, and products
 expert by expert otherwise. On a CPU that is a product an expert too. There `packed`, where no gradient is wanted, goes
-expert by expert itself, with another copy of the weights in the layout oneDNN multiplies in (`products.Laid`).
+expert by expert itself, with another copy of the weights in the layout oneDNN multiplies in (`products.laid`).
 On a GPU the host waits once a layer, to learn how many rows each expert has.
 
 Not here: what decides (`heterogeneous_router`), and experts on other ranks (`expert_parallel`).
@@ -40,8 +40,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from profiler.execution.grouped import ALIGNMENT, DTYPES
-from profiler.execution.products import Laid, laid_out, multiply
-from profiler.execution.states import state
+from profiler.execution.products import laid, laid_out, multiply
+from profiler.execution.states import Made
 
 Strategy = Literal["sequential", "per_width", "padded", "packed"]
 #: Of a width, what the products of its experts run in.
@@ -185,8 +185,8 @@ class Experts(nn.Module):
         for width, members in groupby(range(len(widths)), key=self.widths.__getitem__):
             each = list(members)
             self._runs.append(_Run(width, each[0], len(each)))
-        self._padded: tuple[tuple[int, int], Tensor] | None = None
-        self._laid = Laid()
+        self._padded: Made[Tensor] = Made()
+        self._laid: Made[list[Tensor]] = Made()
 
     def of(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
         """W_gate `[W, d]`, W_up `[W, d]` and W_downᵀ `[W, d]` of one expert, as views."""
@@ -281,7 +281,7 @@ class Experts(nn.Module):
 
     def _one_by_one(self, x_Pd: Tensor, counts: Sequence[int], products: Products) -> Tensor:
         """As `fused`, expert by expert, with weights in oneDNN's layout."""
-        laid = self._laid.of(self.weights, self._gate_up_and_down)
+        weights = self._laid.of([self.weights], self._gate_up_and_down)
         y_Pd, end = torch.empty_like(x_Pd), 0
         for run in self._runs:
             of_run = counts[run.first : run.first + run.size]
@@ -291,17 +291,17 @@ class Experts(nn.Module):
                 for expert, count in enumerate(of_run, run.first):
                     if count:
                         here = slice(end, end + count)
-                        gate, up = multiply(x_Pd[here], laid[2 * expert]).chunk(2, dim=1)
-                        y_Pd[here] = multiply(F.silu(gate).mul_(up), laid[2 * expert + 1])
+                        gate, up = multiply(x_Pd[here], weights[2 * expert]).chunk(2, dim=1)
+                        y_Pd[here] = multiply(F.silu(gate).mul_(up), weights[2 * expert + 1])
                         end += count
         return y_Pd
 
     def _gate_up_and_down(self) -> list[Tensor]:
-        """Of each expert W_gate over W_up, `[2·W, d]`, and W_down, `[d, W]`."""
+        """Of each expert W_gate over W_up, `[2·W, d]`, and W_down, `[d, W]`, in oneDNN's layout."""
         found = []
         for start, width in zip(self.starts, self.widths, strict=False):
             block = self.weights[start : start + 3 * width]
-            found += [block[: 2 * width], block[2 * width :].t()]
+            found += [laid(block[: 2 * width]), laid(block[2 * width :].t())]
         return found
 
     def _as_wide_as_the_widest(self, x_Pd: Tensor, counts: Sequence[int]) -> Tensor:
@@ -328,17 +328,15 @@ class Experts(nn.Module):
 
     def _padded_weights(self) -> Tensor:
         """`[E, 3·W_max, d]`; made anew only where the weights have changed, or have a gradient."""
-        made_from = state(self.weights)
-        if self._padded is not None and self._padded[0] == made_from and not torch.is_grad_enabled():
-            return self._padded[1]
+        return self._pad() if torch.is_grad_enabled() else self._padded.of([self.weights], self._pad)
+
+    def _pad(self) -> Tensor:
         widest = max(self.widths)
         each = [
             torch.cat([F.pad(part, (0, 0, 0, widest - width)) for part in self.of(expert)])
             for expert, width in enumerate(self.widths)
         ]
-        padded = torch.stack(each)
-        self._padded = None if torch.is_grad_enabled() else (made_from, padded)
-        return padded
+        return torch.stack(each)
 
 
 def _gated(gate_up_nW: Tensor, *, in_place: bool = False) -> Tensor:

@@ -12,7 +12,8 @@ they do, so at few rows the number of them is the router's time.
 What is as large as the hidden states, and the memory, is kept and written over by the next forward (on a CPU, where
 asking for fresh memory costs as much as the arithmetic; a GPU's allocator keeps it itself).
 
-The folded weights are copies, made anew when a parameter of the router changes. No gradients pass.
+The folded weights are copies: whoever keeps one of these makes it anew when a parameter changes (`states`). No
+gradients pass.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ from profiler.execution.history_router import (
 )
 from profiler.execution.products import Product
 from profiler.execution.room import Room
-from profiler.execution.states import state
 
 #: Rows of hidden states that stay in a core's cache.
 _BLOCK = 256
@@ -48,16 +48,11 @@ class FoldedMath:
     """Implements `history_router.Math` for one state of the router's parameters."""
 
     def __init__(self, router: HistoryRouter) -> None:
-        self._router, self._variant = router, router.variant
-        self._made_from = _fingerprint(router)
+        self._variant = router.variant
         #: δ of odd and of even layers.
         self._delta = Room(), Room()
         with torch.no_grad():
             self._fold(router)
-
-    def is_current(self) -> bool:
-        """Whether the router's parameters are still those this was made from."""
-        return self._made_from == _fingerprint(self._router)
 
     def _fold(self, r: HistoryRouter) -> None:
         psi, psi_last = cast(nn.Linear, r.f_psi[0]), cast(nn.Linear, r.f_psi[2])
@@ -151,7 +146,3 @@ class FoldedMath:
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a·b of small matrices, made once for many steps; a sum, so that no FLOP counter takes it for a step's work."""
     return (a[:, :, None] * b[None]).sum(1)
-
-
-def _fingerprint(router: HistoryRouter) -> tuple[tuple[int, int], ...]:
-    return tuple(map(state, router.parameters()))

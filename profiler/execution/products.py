@@ -8,24 +8,22 @@ oneDNN compiles a product for each number of rows it meets (seen: 0.7 ms), and k
 decides how many rows there are, nearly every layer of every step brings a number not met before; `filled` rounds them
 up, so that there are few.
 
-`Laid` keeps weights in the layout oneDNN multiplies in. A product of few rows then takes half as long or less, because
+`laid` is a weight in the layout oneDNN multiplies in. A product of few rows then takes half as long or less, because
 plain weights are laid out anew in every product (seen, `[1664, 512]` and 2 rows: 161 against 88 µs in bfloat16, 527
-against 168 in float32; at 200 rows 930 against 820, and 2.6 against 1.6 ms). It is another copy of them.
+against 168 in float32; at 200 rows 930 against 820, and 2.6 against 1.6 ms). It is another copy.
 
 For inference. Not here: when it is worth it (`row_trials`).
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from profiler.execution.states import state
 
 #: Beyond `FEW` rows, numbers of rows are rounded up to multiples of this.
 MULTIPLE, FEW = 8, 8
@@ -55,10 +53,7 @@ def filled(rows: int) -> int:
 
 def linear(x_nd: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x·Wᵀ + b, by oneDNN where that is `offered`."""
-    if not offered(x_nd):
-        return F.linear(x_nd, weight, bias)
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x_nd, weight, bias, "none", [], "")
-    return y
+    return multiply(x_nd, weight, bias) if offered(x_nd) else F.linear(x_nd, weight, bias)
 
 
 def laid_out(like: Tensor) -> bool:
@@ -68,28 +63,15 @@ def laid_out(like: Tensor) -> bool:
     return offered(like)
 
 
-class Laid:
-    """Weights in oneDNN's layout, made once for each state of the parameter they come from."""
-
-    def __init__(self) -> None:
-        self._made_from: tuple[int, int] | None = None
-        self._weights: list[Tensor] = []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Laid:
-        return Laid()  # a copy's parameter is another
-
-    def of(self, parameter: Tensor, parts: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
-        """`parts` of the parameter, `[out, in]` each, as `multiply` takes them."""
-        made_from = state(parameter)
-        if self._made_from != made_from:
-            self._weights = [torch.ops.mkldnn._reorder_linear_weight(part.detach()) for part in parts()]
-            self._made_from = made_from
-        return self._weights
+def laid(weight: Tensor) -> Tensor:
+    """A weight `[out, in]` in oneDNN's layout, as `multiply` takes it."""
+    y: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    return y
 
 
-def multiply(x_nd: Tensor, laid: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x·Wᵀ + b, of a weight in oneDNN's layout."""
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x_nd, laid, bias, "none", [], "")
+def multiply(x_nd: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x·Wᵀ + b by oneDNN, of a weight in its layout or in torch's."""
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x_nd, weight, bias, "none", [], "")
     return y
 
 
@@ -99,10 +81,7 @@ class Product:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """`weight` `[out, in]`."""
         self._weight, self._bias = weight.contiguous(), bias
-        self._laid = torch.ops.mkldnn._reorder_linear_weight(self._weight) if laid_out(weight) else None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Product:
-        return Product(copy.deepcopy(self._weight, memo), copy.deepcopy(self._bias, memo))
+        self._laid = laid(self._weight) if laid_out(weight) else None
 
     def __call__(self, x_nd: Tensor) -> Tensor:
         """`[n, in]` → `[n, out]`."""
@@ -111,13 +90,14 @@ class Product:
         return multiply(x_nd, self._laid, self._bias)
 
 
-def plain(mlp: Any) -> bool:
-    """Whether a feed-forward half is made of plain products, with nothing around them that `swiglu` would leave out."""
-    return all(type(part) is nn.Linear for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-
-
 def swiglu(mlp: Any, x_nd: Tensor) -> Tensor:
     """A decoder's feed-forward half, `[n, d]` → `[n, d]`; what lies between the products is overwritten."""
     gate = mlp.act_fn(linear(x_nd, mlp.gate_proj.weight, mlp.gate_proj.bias))
     gate.mul_(linear(x_nd, mlp.up_proj.weight, mlp.up_proj.bias))
     return linear(gate, mlp.down_proj.weight, mlp.down_proj.bias)
+
+
+def other_swiglu(mlp: Any) -> Callable[[Tensor], Tensor] | None:
+    """`swiglu` of this half; None where it is torch's own product, or would leave out what is around a plain one."""
+    parts = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    return partial(swiglu, mlp) if all(type(part) is nn.Linear and offered(part.weight) for part in parts) else None

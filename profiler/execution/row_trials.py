@@ -72,8 +72,7 @@ _TRIALS: dict[tuple[Any, ...], Trial] = {}
 #: What is tried for a step; the first is taken unless another is clearly faster.
 STRATEGIES: tuple[Strategy, ...] = ("gather", "overlay", "grouped")
 _STEP_ROWS = (4, 32, 256, 1024)
-#: Branch `one` is tried with 1 to so many rows, and then with these.
-_FEW = products.FEW
+#: Branch `one` is tried with 1 to `FEW` rows, and then with these.
 _MORE = (16, 48, 128, 384, 1024)
 #: Layers that are tried one after the other, so that weights come from memory, as they do in a model.
 _LAYERS = 4
@@ -138,10 +137,12 @@ def _ways(
         x_nd = torch.ones((rows, width), dtype=dtype, device=device)
         return _seconds([[partial(_one(fork, bool(form)), x_nd) for fork in forks] for form in forms], device)
 
-    taken = [tried(rows) for rows in range(1, _FEW + 1)]
+    taken = [tried(rows) for rows in range(1, products.FEW + 1)]
     few = [Way(0)]
-    for own in range(1, _FEW + 1):
-        options = [(Way(rows, bool(form)), taken[rows - 1][form]) for rows in range(own, _FEW + 1) for form in forms]
+    for own in range(1, products.FEW + 1):
+        options = [
+            (Way(rows, bool(form)), taken[rows - 1][form]) for rows in range(own, products.FEW + 1) for form in forms
+        ]
         few.append(options[_clearly([seconds for _, seconds in options])][0])
     found: list[tuple[int, bool]] = []
     for rows in _MORE:

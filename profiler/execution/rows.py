@@ -139,15 +139,16 @@ class Fork:
             if len(others) == 0:
                 return _scaled(self.all(branch, x_Nd), scale_N)
         # Each result is scaled while it is at hand: at many rows a pass over memory is what dispatch costs.
+        picked = [(self.one, rows_one, ways[1])]
         if overlay:
             with self._only(len(rows_zero), len(x_Nd) - len(rows_zero)):
                 y_Nd = _scaled(self.all(self.zero, x_Nd), scale_N)
         else:
             y_Nd = torch.empty_like(x_Nd) if real_N is None else torch.zeros_like(x_Nd)
-        for branch, rows, way in ((self.zero, rows_zero, ways[0]), (self.one, rows_one, ways[1])):
-            if branch is self.one or not overlay:
-                y_nd = self._by(branch, way(len(rows)), x_Nd, rows)
-                y_Nd.index_copy_(0, rows, _scaled(y_nd, None if scale_N is None else scale_N.index_select(0, rows)))
+            picked.append((self.zero, rows_zero, ways[0]))
+        for branch, rows, way in picked:
+            y_nd = self._by(branch, way(len(rows)), x_Nd, rows)
+            y_Nd.index_copy_(0, rows, _scaled(y_nd, None if scale_N is None else scale_N.index_select(0, rows)))
         return y_Nd
 
     def _by(self, branch: Branch, way: Way, x_Nd: Tensor, rows_n: Tensor) -> Tensor:

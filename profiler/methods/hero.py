@@ -52,7 +52,7 @@ from torch import Tensor, nn
 
 from profiler.costs import attention_choice, ffn_choice, shared_choices
 from profiler.errors import InputError, RuleError
-from profiler.execution import depth_memory, history_router, products
+from profiler.execution import depth_memory, history_router
 from profiler.execution.adapter import Adapter
 from profiler.execution.backbone_facts import backbone_facts, base_sample, refuse_another_backbone
 from profiler.execution.checkpoint_files import read_json, read_tensors
@@ -73,10 +73,12 @@ from profiler.execution.history_router import (
 )
 from profiler.execution.instruments import decoder_spans, first_products, head_probe
 from profiler.execution.likelihood import token_nll
+from profiler.execution.products import other_swiglu
 from profiler.execution.routes import ForcedTokens
 from profiler.execution.row_trials import Trial, trial
 from profiler.execution.rows import Branch, Fork, Strategy
 from profiler.execution.sequences import Sequences
+from profiler.execution.states import Made
 from profiler.methods import Losses, MethodConfig, Trainable
 from profiler.recorder import Probe, SpanSite
 from profiler.records import FORGET_FACTOR, Choice
@@ -300,7 +302,7 @@ class Hero(Trainable):
         self.adapters = [adapter.to(self._dtype).to_empty(device=self._device) for adapter in adapters]
         self.start(config.seed)
         self._h_bar: Tensor | None = None
-        self._folded: FoldedMath | None = None
+        self._folded: Made[FoldedMath] = Made()
         #: The forward under way.
         self._walk = Walk()
         self._trial: Trial | None = None
@@ -317,14 +319,12 @@ class Hero(Trainable):
         for depth, (layer, adapter) in enumerate(zip(self.routable, self.adapters, strict=True), start=1):
             block = self.decoder.blocks[layer]
             mlp, norm = cast(nn.Module, block.mlp), cast(nn.Module, block.post_attention_layernorm)
-            weight = cast(nn.Linear, first_products(block)[1]).weight
-            other = partial(products.swiglu, mlp) if products.offered(weight) and products.plain(mlp) else None
             # Partials of bound methods: a deep copy of the tree is then wrapped by a deep copy of this handle.
             gate = _Gate(partial(self._score, depth))
             fork = Fork(
                 layer, "ffn",
                 Branch(ADAPTER, "replacement", adapter, adapter.first),
-                Branch(FFN, "ffn", mlp.forward, partial(swiglu_first, mlp), other),
+                Branch(FFN, "ffn", mlp.forward, partial(swiglu_first, mlp), other_swiglu(mlp)),
                 self.recorder,
             )  # fmt: skip
             self.forks.append(fork)
@@ -551,9 +551,7 @@ class Hero(Trainable):
         if torch.is_grad_enabled():
             walk.math = PlainMath(self.router)
         else:
-            if self._folded is None or not self._folded.is_current():
-                self._folded = FoldedMath(self.router)
-            walk.math = self._folded
+            walk.math = self._folded.of(self.router.parameters(), partial(FoldedMath, self.router))
         return walk
 
     def _score(self, depth: int, h_bar: Tensor) -> Scores:

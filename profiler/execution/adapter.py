@@ -5,11 +5,14 @@ Not here: which rows take it (`rows`), and how it is trained.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from profiler.execution.grouped import ALIGNMENT, linear_first
+from profiler.execution.rows import scaled
 from profiler.execution.states import Made
 
 
@@ -37,10 +40,9 @@ class Adapter(nn.Module):
             self.W1.weight.copy_(drawn * self.W1.in_features**-0.5)
             self.W2.weight.zero_()
 
-    def forward(self, u: Tensor) -> Tensor:
-        """`[n, d]` → `[n, d]`."""
-        hidden: Tensor = self.W2(F.silu(self.W1(u)))
-        return hidden
+    def forward(self, u: Tensor, scale_n: Tensor | None = None) -> Tensor:
+        """`[n, d]` → `[n, d]`, times a factor a row: multiplied in between, where a row is d_r numbers and not d."""
+        return cast(Tensor, self.W2(scaled(F.silu(self.W1(u)), scale_n)))
 
     def first(self, u: Tensor, count_1: Tensor) -> Tensor:
         """The first `count` rows of `[N, d]`."""

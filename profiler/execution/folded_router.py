@@ -3,11 +3,12 @@
 Maps with a common input are stacked, and a linear map right after another is multiplied into it:
 
     [W_hd·diag(norm) ; W_ψ1] h̄               RMSNorm's 1/rms is one factor a row, applied after the product
-    [W_q ; W_k ; W_v ; W_n ; W_θ1|s] s        with W_hu and the path encoder's second layer multiplied in
-    [W_c ; W_θ1|c] c                          not at the first layer, where c = 0
+    [W_q ; W_k ; W_v ; W_n] s                 with W_hu and the path encoder's second layer multiplied in
+    W_θ1 [s ; c ; ν]                          the same; at the first layer, where c = 0 and ν = 0, of s alone
 
 and what progress adds to the path encoder is a bias of the layer. Eager kernels cost a few microseconds each whatever
-they do, so at few rows the number of them is the router's time.
+they do, so at few rows the number of them is the router's time; at many rows it is the passes over memory, so what is
+multiplied next is written where the product reads it.
 
 What is as large as the hidden states, and the memory, is kept and written over by the next forward (on a CPU, where
 asking for fresh memory costs as much as the arithmetic; a GPU's allocator keeps it itself).
@@ -28,7 +29,6 @@ from profiler.execution.depth_memory import EPSILON, memory_of
 from profiler.execution.history_router import (
     COMPARED,
     CONTENT,
-    HEAD,
     LOCAL,
     MEMORY,
     STATE,
@@ -39,9 +39,6 @@ from profiler.execution.history_router import (
 )
 from profiler.execution.products import Product
 from profiler.execution.room import Room
-
-#: Rows of hidden states that stay in a core's cache.
-_BLOCK = 256
 
 
 class FoldedMath:
@@ -74,34 +71,35 @@ class FoldedMath:
         self._path = weights[:, 2:].contiguous()
         self._path_bias_L = _product(progress_L2, weights[:, :2].T) + path.bias
 
-        blind = self._variant == "no_memory_read"
-        projections = [] if blind else [r.W_q.weight, r.W_k.weight, r.W_v.weight, r.W_n.weight]
-        of_state = torch.cat([*projections, theta.weight[:, :STATE]])
-        content, coded = of_state[:, :CONTENT], of_state[:, CONTENT:]
-        folded, bias = [_product(content, r.W_hu.weight)], F.pad(theta.bias, (len(of_state) - HEAD, 0))
-        if self._variant != "no_path":
-            folded.append(_product(coded, path_last.weight))
-            bias = bias + _product(coded, path_last.bias[:, None])[:, 0]
-        self._state, self._state_bias = torch.cat(folded, dim=1), bias
-        self._context = torch.cat([r.W_c.weight, theta.weight[:, STATE : STATE + MEMORY]])
-        self._surprise = theta.weight[:, -1].contiguous()
+        #: What a row has told of itself: both codes, whose second layers are multiplied in; then c and ν.
+        self._coded = CONTENT if self._variant == "no_path" else STATE
+        self._told = Room()
+
+        def folded(of_state: Tensor) -> tuple[Tensor, Tensor]:
+            """A map of s as one of the codes, and its bias."""
+            content, coded = of_state[:, :CONTENT], of_state[:, CONTENT:]
+            weight = _product(content, r.W_hu.weight)
+            if self._variant == "no_path":
+                return weight, weight.new_zeros(len(weight))
+            weight = torch.cat([weight, _product(coded, path_last.weight)], dim=1)
+            return weight, _product(coded, path_last.bias[:, None])[:, 0]
+
+        head, bias = folded(theta.weight[:, :STATE])
+        self._head, self._head_bias = torch.cat([head, theta.weight[:, STATE:]], dim=1), bias + theta.bias
+        self._surprised_bias = self._head_bias + theta.weight[:, -1]
+        if self._variant != "no_memory_read":
+            self._state = folded(torch.cat([r.W_q.weight, r.W_k.weight, r.W_v.weight, r.W_n.weight]))
+            self._context = r.W_c.weight
         self._theta_last = theta_last.weight, theta_last.bias
         self.memory = memory_of(r.form, r.rho_L())
 
     def residual_change(self, h_Nd: Tensor, past: Past, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """See `Math`. The products of δ_j and δ_{j−1} are written over δ_{j−1}, whose room is δ_{j+1}'s."""
-        rows = len(h_Nd)
-        delta, d = self._delta[depth % 2].like(h_Nd, h_Nd.shape), h_Nd.new_empty(rows)
-        alike = torch.zeros_like(d) if past.delta is None else torch.empty_like(d)
-        # On a CPU block by block, so that what was just written is still in the cache.
-        block = rows if h_Nd.is_cuda else _BLOCK
-        for start in range(0, rows, block):
-            here = slice(start, start + block)
-            change = torch.sub(h_Nd[here], past.h_bar[here], out=delta[here])
-            torch.linalg.vector_norm(change, dim=1, out=d[here])
-            if past.delta is not None:
-                before = past.delta[here]
-                torch.sum(torch.mul(change, before, out=before), dim=1, out=alike[here])
+        delta = torch.sub(h_Nd, past.h_bar, out=self._delta[depth % 2].like(h_Nd, h_Nd.shape))
+        d = torch.linalg.vector_norm(delta, dim=1)
+        if past.delta is None:
+            return d, torch.zeros_like(d), delta
+        alike = torch.mul(delta, past.delta, out=past.delta).sum(dim=1)
         return d, alike.div_(torch.addcmul(self._epsilon, d, past.d)), delta
 
     def encode(self, h_Nd: Tensor, place: int | Tensor, path_N4: Tensor, depth: int) -> Encoded:
@@ -110,33 +108,38 @@ class FoldedMath:
         b = F.linear(F.silu(entered[:, CONTENT:]), *self._psi_last)[:, 0]
         length = torch.linalg.vector_norm(h_Nd, dim=1, keepdim=True)
         per_rms = torch.addcmul(self._epsilon, length, length, value=1 / self._width).rsqrt_()
-        code = F.silu(entered[:, :CONTENT] * per_rms, inplace=True)
+        told = self._told.like(entered, (len(h_Nd), self._head.shape[1]))
+        code = told[:, : self._coded]
+        torch.mul(entered[:, :CONTENT], per_rms, out=told[:, :CONTENT])
         if self._variant != "no_path":
-            bias = self._path_bias_L[place - 1]
-            code = torch.cat([code, F.silu(torch.addmm(bias, path_N4, self._path.T), inplace=True)], dim=1)
-        state = F.linear(code, self._state, self._state_bias)
+            torch.addmm(self._path_bias_L[place - 1], path_N4, self._path.T, out=told[:, CONTENT:STATE])
+        F.silu(code, inplace=True)
         if self._variant == "no_memory_read":
-            return Encoded(state, state, state, b, (state,))
-        F.elu(state[:, : 2 * MEMORY], inplace=True).add_(1)  # φ of q and k
-        query, key, value, compared, head = state.split([MEMORY, MEMORY, MEMORY, COMPARED, HEAD], dim=1)
-        return Encoded(query, key, value, b, (head, compared))
+            return Encoded(code, code, code, b, (told,))
+        state = F.linear(code, *self._state)
+        query_key = state[:, : 2 * MEMORY]
+        # φ as e^min(x, 0) + max(x, 0): what ELU does with e^x − 1 takes longer.
+        below = torch.clamp_max(query_key, 0).exp_()
+        query_key.clamp_min_(0).add_(below)
+        query, key, value, compared = state.split([MEMORY, MEMORY, MEMORY, COMPARED], dim=1)
+        return Encoded(query, key, value, b, (told, compared))
 
     def judge(self, encoded: Encoded, c_Nm: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """See `Math`."""
-        head = encoded.rest[0]
+        told, known, bias = encoded.rest[0], self._coded, self._head_bias
         if depth == 1:
             nu = torch.zeros_like(encoded.b)
-        elif self._variant == "no_memory_read":
-            nu = torch.ones_like(encoded.b)
-            head = head + self._surprise
+        elif self._variant == "no_memory_read":  # c ≡ 0
+            nu, bias = torch.ones_like(encoded.b), self._surprised_bias
         else:
-            compared = encoded.rest[1]
-            context = F.linear(c_Nm, self._context)
-            seen = context[:, :COMPARED]
+            compared, seen = encoded.rest[1], F.linear(c_Nm, self._context)
             lengths = torch.linalg.vector_norm(compared, dim=1), torch.linalg.vector_norm(seen, dim=1)
             nu = 1 - torch.linalg.vecdot(compared, seen).div_(torch.addcmul(self._epsilon, *lengths))
-            head = torch.addcmul(context[:, COMPARED:], nu[:, None], self._surprise).add_(head)
-        return F.linear(F.silu(head), *self._theta_last)[:, 0], nu
+            told[:, known:-1].copy_(c_Nm)
+            told[:, -1].copy_(nu)
+            known = told.shape[1]
+        head = F.linear(told[:, :known], self._head[:, :known], bias)
+        return F.linear(F.silu(head, inplace=True), *self._theta_last)[:, 0], nu
 
     def local(self, h_Nd: Tensor) -> Tensor:
         """See `Math`."""

@@ -231,8 +231,17 @@ class HistoryRouter(nn.Module):
             around: for the variants that look beyond the token (`history_controls`).
 
         Returns:
-            Scores, and the past of layer j + 1 (None after the last, and where no layer needs one).
+            Scores, and the past of layer j + 1 (None after the last, and where no layer needs one). Without gradients
+            they are inference tensors: at few rows what autograd asks of every kernel is a sixth of the router's time.
         """
+        if torch.is_grad_enabled():
+            return self._step(math, depth, h_Nd, past, around)
+        with torch.inference_mode():
+            return self._step(math, depth, h_Nd, past, around)
+
+    def _step(
+        self, math: Math, depth: int, h_Nd: Tensor, past: Past | None, around: Around | None
+    ) -> tuple[Scores, Past | None]:
         if self.variant in LOCAL:
             b = math.local(h_Nd)
             nothing = torch.full_like(b, float("nan"))
@@ -358,6 +367,6 @@ def flops_per_row(hidden: int, layers: int, variant: Variant, form: Form, depth:
     if variant == "no_memory_read":
         return local + content + path + 2 * coded * HEAD + 2 * HEAD
     first = 2 * coded * (3 * MEMORY + COMPARED + HEAD)
-    second = 0 if depth == 1 else 2 * MEMORY * (COMPARED + HEAD)
+    second = 0 if depth == 1 else 2 * MEMORY * COMPARED + 2 * (MEMORY + 1) * HEAD
     read = depth_memory.flops_per_row(form, MEMORY, depth)
     return local + content + path + first + second + read + 2 * HEAD

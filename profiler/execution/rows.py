@@ -52,6 +52,7 @@ class Branch:
         run_first: `[N, d]` and how many of the first rows are its own, `[1]` int32 on the device → `[N, d]`, right in
             those rows, anything in the others.
         run_other: as `run`, to rounding, by other products (`products`); None where there are none.
+        run_scaled: `run` times the rows' factors `[n]`, for inference, where that is less work inside; else None.
     """
 
     choice: int
@@ -59,6 +60,7 @@ class Branch:
     run: Callable[[Tensor], Tensor]
     run_first: Callable[[Tensor, Tensor], Tensor]
     run_other: Callable[[Tensor], Tensor] | None = None
+    run_scaled: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Way:
     """How a branch is run when so many rows are its own.
 
     Attributes:
-        rows: with how many: its own, or more. The others are repeated and thrown away, and counted as pads.
+        rows: with how many: its own, or more, if there are more. What the others give is thrown away; they are pads.
         other: whether by `Branch.run_other`.
     """
 
@@ -89,10 +91,14 @@ class Fork:
     one: Branch
     recorder: Recorder
 
-    def all(self, branch: Branch, x_Nd: Tensor) -> Tensor:
-        """Every row through one branch, pads too."""
+    def all(self, branch: Branch, x_Nd: Tensor, scale_N: Tensor | None = None) -> Tensor:
+        """Every row through one branch, pads too, times its factor."""
+        by = None if torch.is_grad_enabled() else branch.run_scaled
         with self.recorder.span(branch.segment, self.layer):
-            return branch.run(x_Nd)
+            if by is not None and scale_N is not None:
+                return by(x_Nd, scale_N)
+            y_Nd = branch.run(x_Nd)
+        return scaled(y_Nd, scale_N)
 
     def run(
         self,
@@ -123,7 +129,7 @@ class Fork:
         return self._picked(x_Nd, one_N, real_N, scale_N, ways, strategy == "overlay")
 
     def _masked(self, x_Nd: Tensor, one_N: Tensor, scale_N: Tensor | None) -> Tensor:
-        return _scaled(torch.where(one_N[:, None], self.all(self.one, x_Nd), self.all(self.zero, x_Nd)), scale_N)
+        return scaled(torch.where(one_N[:, None], self.all(self.one, x_Nd), self.all(self.zero, x_Nd)), scale_N)
 
     def _picked(
         self,
@@ -134,36 +140,40 @@ class Fork:
         ways: Ways,
         overlay: bool,
     ) -> Tensor:
-        rows_one, rows_zero = _split(one_N, real_N)
-        for branch, others in ((self.one, rows_zero), (self.zero, rows_one)):
-            if len(others) == 0:
-                return _scaled(self.all(branch, x_Nd), scale_N)
-        # Each result is scaled while it is at hand: at many rows a pass over memory is what dispatch costs.
-        picked = [(self.one, rows_one, ways[1])]
+        rows_R, zeros = _ordered(one_N, real_N)
+        ones = len(rows_R) - zeros
+        for branch, others in ((self.one, zeros), (self.zero, ones)):
+            if others == 0:
+                return self.all(branch, x_Nd, scale_N)
+        # Where a branch is run with more rows than its own, they are its neighbours' in this order. Each result is
+        # scaled while it is at hand: at many rows a pass over memory is what dispatch costs.
+        rows_one, rows_zero = rows_R[-ways[1](ones).rows :], rows_R[: ways[0](zeros).rows]
         if overlay:
-            with self._only(len(rows_zero), len(x_Nd) - len(rows_zero)):
-                y_Nd = _scaled(self.all(self.zero, x_Nd), scale_N)
+            with self._only(zeros, len(x_Nd) - zeros):
+                y_Nd = self.all(self.zero, x_Nd, scale_N)
         else:
             y_Nd = torch.empty_like(x_Nd) if real_N is None else torch.zeros_like(x_Nd)
-            picked.append((self.zero, rows_zero, ways[0]))
-        for branch, rows, way in picked:
-            y_nd = self._by(branch, way(len(rows)), x_Nd, rows)
-            y_Nd.index_copy_(0, rows, _scaled(y_nd, None if scale_N is None else scale_N.index_select(0, rows)))
-        return y_Nd
+            y_nd = self._by(self.zero, ways[0](zeros).other, x_Nd, rows_zero, scale_N, zeros)
+            y_Nd.index_copy_(0, rows_R[:zeros], y_nd[:zeros])
+        y_nd = self._by(self.one, ways[1](ones).other, x_Nd, rows_one, scale_N, ones)
+        return y_Nd.index_copy_(0, rows_R[zeros:], y_nd[-ones:])
 
-    def _by(self, branch: Branch, way: Way, x_Nd: Tensor, rows_n: Tensor) -> Tensor:
-        """One branch for these rows, `[n, d]`."""
-        own, pads = len(rows_n), way.rows - len(rows_n)
-        taken_nd = x_Nd.index_select(0, torch.cat([rows_n, rows_n[:1].expand(pads)]) if pads else rows_n)
-        run = branch.run_other if way.other else None
+    def _by(
+        self, branch: Branch, other: bool, x_Nd: Tensor, rows_n: Tensor, scale_N: Tensor | None, own: int
+    ) -> Tensor:
+        """One branch for these rows, of which so many are its own, times their factors, `[n, d]`."""
+        pads = len(rows_n) - own
+        x_nd, scale_n = x_Nd.index_select(0, rows_n), None if scale_N is None else scale_N.index_select(0, rows_n)
+        run = branch.run_other if other else None
         if run is None:
             with self._only(own, pads):
-                return self.all(branch, taken_nd)[:own]
+                return self.all(branch, x_nd, scale_n)
         if self.recorder.recording:
             entered = torch.tensor([own, pads], device=x_Nd.device)
             self.recorder.entered(self.layer, self.site, branch.choice, entered[0], entered[1])
         with self.recorder.span(branch.segment, self.layer):
-            return run(taken_nd)[:own]
+            y_nd = run(x_nd)
+        return scaled(y_nd, scale_n)
 
     def _only(self, rows: int, pads: int) -> Any:
         """A context in which so many rows are in flight. They attend to nothing here, so they have no context."""
@@ -183,7 +193,7 @@ class Fork:
         y_sorted_Nd = torch.where(
             place_N1 < ones, y_one_Nd, torch.where(place_N1 >= len(x_Nd) - zeros, y_zero_Nd, torch.zeros_like(x_Nd))
         )
-        return _scaled(torch.empty_like(x_Nd).index_copy_(0, rows, y_sorted_Nd), scale_N)
+        return scaled(torch.empty_like(x_Nd).index_copy_(0, rows, y_sorted_Nd), scale_N)
 
     def _first(self, branch: Branch, x_Nd: Tensor, count_1: Tensor) -> Tensor:
         self.recorder.entered(self.layer, self.site, branch.choice, count_1)
@@ -191,18 +201,19 @@ class Fork:
             return branch.run_first(x_Nd, count_1)
 
 
-def _split(one_N: Tensor, real_N: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Which real rows are told so, and which are not."""
+def _ordered(one_N: Tensor, real_N: Tensor | None) -> tuple[Tensor, int]:
+    """The real rows, those of branch `zero` first and each branch's in their order; and how many are of `zero`."""
     if one_N.is_cuda:
         real_N = torch.ones_like(one_N) if real_N is None else real_N
-        rows = torch.argsort(2 * (~real_N).to(torch.int8) + (real_N & ~one_N).to(torch.int8), stable=True)
+        rows = torch.argsort(2 * (~real_N).to(torch.int8) + (real_N & one_N).to(torch.int8), stable=True)
         ones, zeros = torch.stack([(real_N & one_N).sum(), (real_N & ~one_N).sum()]).tolist()
-        return rows[:ones], rows[ones : ones + zeros]
+        return rows[: zeros + ones], zeros
     one, real = one_N.numpy(), True if real_N is None else real_N.numpy()  # torch's `nonzero` takes longer
-    return torch.from_numpy(np.flatnonzero(one & real)), torch.from_numpy(np.flatnonzero(~one & real))
+    zeros, ones = np.flatnonzero(~one & real), np.flatnonzero(one & real)
+    return torch.from_numpy(np.concatenate([zeros, ones])), len(zeros)
 
 
-def _scaled(y: Tensor, scale: Tensor | None) -> Tensor:
+def scaled(y: Tensor, scale: Tensor | None) -> Tensor:
     """Rows times their factors, multiplied in the wider dtype and rounded once. `y` may be a caller's: it is kept."""
     if scale is None:
         return y

@@ -19,7 +19,8 @@ or adapter with scale 1. The router is evaluated under every setting, so that it
 
 (ours) Without `layers`, budget 0.25 routes the last ⌊L/2⌋ layers and 0.40 the last ⌊3L/4⌋ (9–32 of 32, counted from 1).
 d_r is round(d·896/4096) unless given. Router and memory compute in float32 at least, adapters in the backbone's dtype;
-the gate scales the branch's output in float32 before it is rounded to the backbone's dtype. LN_ffn belongs to both
+the gate scales the branch's output in float32 before it is rounded to the backbone's dtype, in inference the adapter's
+hidden layer, after which everything is linear. LN_ffn belongs to both
 branches, so its parameters are counted with attention, which always runs. Parameters that all routable layers share
 are charged once, at the first of them.
 
@@ -323,7 +324,7 @@ class Hero(Trainable):
             gate = _Gate(partial(self._score, depth))
             fork = Fork(
                 layer, "ffn",
-                Branch(ADAPTER, "replacement", adapter, adapter.first),
+                Branch(ADAPTER, "replacement", adapter, adapter.first, run_scaled=adapter),
                 Branch(FFN, "ffn", mlp.forward, partial(swiglu_first, mlp), other_swiglu(mlp)),
                 self.recorder,
             )  # fmt: skip

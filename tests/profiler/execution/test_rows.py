@@ -47,7 +47,7 @@ def fork(dtype: torch.dtype = torch.float32, width: int = 5) -> tuple[Fork, Mlp,
         Fork(
             0,
             "ffn",
-            Branch(0, "replacement", adapter, adapter.first),
+            Branch(0, "replacement", adapter, adapter.first, run_scaled=adapter),
             Branch(1, "ffn", mlp.forward, partial(swiglu_first, mlp), partial(swiglu, mlp)),
             Recorder(),
         ),

@@ -145,6 +145,10 @@ class StepData:
 _Segment = tuple[str, int, int | None]
 
 
+#: Segment of what recording a decision takes. It is in no method's time, and in the end in none at all.
+_OWN = ""
+
+
 class _CpuClock:
     """Attributes wall time to the innermost open segment; parents get what their children leave.
 
@@ -358,17 +362,16 @@ class Recorder:
             return
         self._slots.append(slot)
         self._filled = columns.stop
-        if weights is not None:
-            parts = [choice.T, cast(Tensor, gate)[None], cast(Tensor, weights).T]
-            parts += [cast(Tensor, value)[None] for value in signals.values()]
-            numbers = torch.cat([part.detach().to(torch.float32) for part in parts])
-            self._buffer.numbers[: len(numbers), columns].copy_(numbers)
-            return
-        # Stacked first: one copy into the buffer instead of one a column halves what this costs at few decisions.
-        kept = [
-            cast(Tensor, value).detach().reshape(-1).to(torch.float32) for value in (choice, gate, *signals.values())
-        ]
-        self._buffer.numbers[: len(kept), columns].copy_(torch.stack(kept))
+        with self.span(_OWN, layer):
+            into = self._buffer.numbers[: slot.rows, columns]
+            if weights is not None:
+                parts = [choice.T, cast(Tensor, gate)[None], cast(Tensor, weights).T]
+                parts += [cast(Tensor, value)[None] for value in signals.values()]
+                into.copy_(torch.cat([part.detach().to(torch.float32) for part in parts]))
+            else:
+                # Stacked first: one copy into the buffer instead of one a column. At few decisions calls are the cost.
+                columns_N = cast(list[Tensor], [choice, gate, *signals.values()])
+                into.copy_(torch.stack([_column(value) for value in columns_N]))
 
     def entered(self, layer: int, site: str, choice: int, rows: Tensor, padded: Tensor | None = None) -> None:
         """Count rows of products that have their numbers from the device, read at the step's end.
@@ -544,6 +547,8 @@ class Recorder:
         segment_ns: dict[tuple[str, int], int] = {}
         width_ns: dict[tuple[int, int], int] = {}
         for (segment, layer, part), ns in spent.items():
+            if segment == _OWN:
+                continue
             segment_ns[segment, layer] = segment_ns.get((segment, layer), 0) + ns
             if part is not None:
                 width_ns[layer, part] = ns
@@ -589,6 +594,13 @@ class Recorder:
                     found = self._counts.setdefault((layer, site, choice), Count())
                     found.rows += rows
                     found.padded += pads
+
+
+def _column(value: Tensor) -> Tensor:
+    """`[N]` in float32."""
+    if value.dtype is torch.float32 and value.dim() == 1 and not value.requires_grad:
+        return value
+    return value.detach().reshape(-1).to(torch.float32)
 
 
 class _Span:

@@ -266,6 +266,30 @@ def test_segments_are_self_time_to_the_nanosecond(monkeypatch: pytest.MonkeyPatc
     assert model.steps[0].device_ns is None
 
 
+def test_what_recording_a_decision_takes_is_in_no_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(recorder, "time", clock)
+
+    def slowly(value: Tensor) -> Tensor:
+        clock.now += 50
+        return value.float()
+
+    monkeypatch.setattr(recorder, "_column", slowly)
+
+    def work(model: Stand, hidden: Tensor) -> None:
+        with model.recorder.span("router", 2):
+            clock.now += 10
+            model.recorder.gate(2, "ffn", torch.tensor([1, 0]), torch.tensor([0.7, 0.2]), b=torch.tensor([3.0, 4.0]))
+            clock.now += 4
+
+    model = stand(work)
+    model(IDS)
+    (step,) = model.steps
+    assert step.segment_ns == {("router", 2): 14}
+    assert step.wall_ns == 14 + 3 * 50
+    assert step.decisions[0].signals["b"].tolist() == [3.0, 4.0]
+
+
 @pytest.mark.parametrize("method", ["dense", "layerroute"])
 def test_segments_of_a_real_step_are_within_its_wall_time(method: str) -> None:
     handle = arms.tree(random_model("llama", dtype=torch.float32), method, methods.configure(method, {}))

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from profiler.execution.sequences import RowView, Sequences, SequenceTracker
+from profiler.segment_clocks import OWN, CpuClock, CudaClock, Segment
 
 Mode = Literal["off", "record", "trace"]
 
@@ -141,94 +142,6 @@ class StepData:
     width_ns: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
-#: Segment, layer, and of which part of it (a width) where that is told apart, else None.
-_Segment = tuple[str, int, int | None]
-
-
-#: Segment of what recording a decision takes. It is in no method's time, and in the end in none at all.
-_OWN = ""
-
-
-class _CpuClock:
-    """Attributes wall time to the innermost open segment; parents get what their children leave.
-
-    Inside the step only the time and which segment opened (None: the last one closed) are noted; adding up waits.
-    """
-
-    def __init__(self) -> None:
-        self._marks: list[tuple[int, _Segment | None]] = []
-
-    def start(self) -> None:
-        self._marks = []
-
-    def moment(self) -> int:
-        return time.perf_counter_ns()
-
-    def ns_of(self, moment: int, began_ns: int) -> int:
-        return moment
-
-    def push(self, segment: _Segment) -> None:
-        self._marks.append((time.perf_counter_ns(), segment))
-
-    def pop(self) -> None:
-        self._marks.append((time.perf_counter_ns(), None))
-
-    def finish(self) -> tuple[dict[_Segment, int], int | None]:
-        spent: dict[_Segment, int] = {}
-        stack: list[_Segment] = []
-        last = 0
-        for now, opened in self._marks:
-            if stack:
-                spent[stack[-1]] = spent.get(stack[-1], 0) + now - last
-            if opened is None:
-                stack.pop()
-            else:
-                stack.append(opened)
-            last = now
-        return spent, None
-
-
-class _CudaClock:
-    """The same from CUDA events on the current stream; read only after the step has been synchronised."""
-
-    def __init__(self) -> None:
-        self._marks: list[tuple[torch.cuda.Event, _Segment | None]] = []
-        self._stack: list[_Segment] = []
-
-    def start(self) -> None:
-        self._marks, self._stack = [], []
-        self._mark(None)
-
-    def moment(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def ns_of(self, moment: torch.cuda.Event, began_ns: int) -> int:
-        return began_ns + round(float(self._marks[0][0].elapsed_time(moment)) * 1e6)
-
-    def _mark(self, owner: _Segment | None) -> None:
-        self._marks.append((self.moment(), owner))
-
-    def push(self, segment: _Segment) -> None:
-        self._stack.append(segment)
-        self._mark(self._stack[-1])
-
-    def pop(self) -> None:
-        self._stack.pop()
-        self._mark(self._stack[-1] if self._stack else None)
-
-    def finish(self) -> tuple[dict[_Segment, int], int | None]:
-        self._mark(None)
-        last = self._marks[-1][0]
-        last.synchronize()
-        spent: dict[_Segment, int] = {}
-        for (event, owner), (following, _) in zip(self._marks, self._marks[1:], strict=False):
-            if owner is not None:
-                spent[owner] = spent.get(owner, 0) + round(event.elapsed_time(following) * 1e6)
-        return spent, round(self._marks[0][0].elapsed_time(last) * 1e6)
-
-
 class _Buffer:
     """Preallocated device storage of one step's decisions: a column a decision, one `gate` call after the other.
 
@@ -306,7 +219,7 @@ class Recorder:
     _traffic: list[Traffic] = field(default_factory=list)
     _exchanges: list[tuple[int, str, Any, Any]] = field(default_factory=list)
     _view: RowView | None = None
-    _clock: _CpuClock | _CudaClock | None = None
+    _clock: CpuClock | CudaClock | None = None
     _began_ns: int = 0
     _open: bool = False
     _range: Any = None
@@ -362,7 +275,7 @@ class Recorder:
             return
         self._slots.append(slot)
         self._filled = columns.stop
-        with self.span(_OWN, layer):
+        with self.span(OWN, layer):
             into = self._buffer.numbers[: slot.rows, columns]
             if weights is not None:
                 parts = [choice.T, cast(Tensor, gate)[None], cast(Tensor, weights).T]
@@ -456,7 +369,7 @@ class Recorder:
         module.forward = partial(around, module.forward)
 
     def _timed(
-        self, segment: _Segment, traced_only: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
+        self, segment: Segment, traced_only: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         if not self._open or (traced_only and self._clock is not None):
             return forward(*args, **kwargs)
@@ -495,7 +408,7 @@ class Recorder:
 
     # -- one step ---------------------------------------------------------------------------------
 
-    def _push(self, segment: _Segment) -> None:
+    def _push(self, segment: Segment) -> None:
         if self._clock is not None:
             self._clock.push(segment)
         else:
@@ -522,7 +435,7 @@ class Recorder:
             step.__enter__()
             self._range.append(step)
         else:
-            self._clock = _CudaClock() if self._device.type == "cuda" else _CpuClock()
+            self._clock = CudaClock() if self._device.type == "cuda" else CpuClock()
             self._clock.start()
         self._began_ns = time.perf_counter_ns()
         self._open = True
@@ -547,7 +460,7 @@ class Recorder:
         segment_ns: dict[tuple[str, int], int] = {}
         width_ns: dict[tuple[int, int], int] = {}
         for (segment, layer, part), ns in spent.items():
-            if segment == _OWN:
+            if segment == OWN:
                 continue
             segment_ns[segment, layer] = segment_ns.get((segment, layer), 0) + ns
             if part is not None:
@@ -608,7 +521,7 @@ class _Span:
 
     __slots__ = ("_recorder", "_segment")
 
-    def __init__(self, recorder: Recorder, segment: _Segment) -> None:
+    def __init__(self, recorder: Recorder, segment: Segment) -> None:
         self._recorder, self._segment = recorder, segment
 
     def __enter__(self) -> None:

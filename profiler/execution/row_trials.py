@@ -26,6 +26,38 @@ from profiler.execution.rows import Fork, Strategy, Way, Ways
 
 
 @dataclass(frozen=True)
+class Tried:
+    """How each branch is best run with so many rows of its own.
+
+    Attributes:
+        few: entry n is how branch `one` is best run when n rows are its own.
+        more: for more rows than `few` has, ascending bounds, and whether other products are faster up to each; beyond
+            the last as up to it.
+        compiled: whether torch's own products are compiled for each number of rows (`products`).
+    """
+
+    few: tuple[Way, ...] = ()
+    more: tuple[tuple[int, bool], ...] = ()
+    compiled: bool = False
+
+    @property
+    def ways(self) -> Ways:
+        """How each branch is run, zero and one."""
+        return self.zero, self.one
+
+    def one(self, own: int) -> Way:
+        """How branch `one` is run when so many rows are its own."""
+        if own < len(self.few):
+            return self.few[own]
+        other = self.more[min(bisect_left(self.more, (own,)), len(self.more) - 1)][1] if self.more else False
+        return Way(products.filled(own) if other or self.compiled else own, other)
+
+    def zero(self, own: int) -> Way:
+        """How branch `zero` is run when so many rows are its own."""
+        return Way(products.filled(own) if self.compiled else own)
+
+
+@dataclass(frozen=True)
 class Trial:
     """What `auto` does.
 
@@ -33,38 +65,17 @@ class Trial:
         bounds: ascending row counts of a step that were tried; more rows than the last are treated as the last.
         winners: the faster strategy at each.
         seconds: of each of `STRATEGIES`, at each, as measured for one layer; without `grouped` where it cannot run.
-        few: entry n is how branch `one` is best run when n rows are its own.
-        more: for more rows than `few` has, ascending bounds, and whether other products are faster up to each; beyond
-            the last as up to it.
-        compiled: whether torch's own products are compiled for each number of rows (`products`).
+        branches: how `gather` and `overlay` run each branch.
     """
 
     bounds: tuple[int, ...]
     winners: tuple[Strategy, ...]
     seconds: tuple[tuple[float, ...], ...]
-    few: tuple[Way, ...] = ()
-    more: tuple[tuple[int, bool], ...] = ()
-    compiled: bool = False
+    branches: Tried
 
     def winner(self, rows: int) -> Strategy:
         """The strategy for a step of so many rows."""
         return self.winners[min(bisect_left(self.bounds, rows), len(self.winners) - 1)]
-
-    @property
-    def ways(self) -> Ways:
-        """How each branch is run, zero and one."""
-        return self.way_of_zero, self.way_of_one
-
-    def way_of_one(self, own: int) -> Way:
-        """How branch `one` is run when so many rows are its own."""
-        if own < len(self.few):
-            return self.few[own]
-        other = self.more[min(bisect_left(self.more, (own,)), len(self.more) - 1)][1] if self.more else False
-        return Way(products.filled(own) if other or self.compiled else own, other)
-
-    def way_of_zero(self, own: int) -> Way:
-        """How branch `zero` is run when so many rows are its own."""
-        return Way(products.filled(own) if self.compiled else own)
 
 
 #: Trials made in this process, by widths, dtype, device and threads.
@@ -95,9 +106,9 @@ def trial(forks: Sequence[Fork], widths: tuple[int, ...], dtype: torch.dtype, de
     """
     key = (widths, dtype, device, torch.get_num_threads())
     if key not in _TRIALS:
-        few, more = _ways(forks[:_LAYERS], widths[0], dtype, device)
+        branches = _branches(forks[:_LAYERS], widths[0], dtype, device)
         tried = STRATEGIES if aligned(widths[:2], dtype) else STRATEGIES[:-1]
-        _TRIALS[key] = _strategies(tried, forks[:_LAYERS], widths[0], dtype, device, few, more)
+        _TRIALS[key] = _strategies(tried, forks[:_LAYERS], widths[0], dtype, device, branches)
     return _TRIALS[key]
 
 
@@ -107,11 +118,8 @@ def _strategies(
     width: int,
     dtype: torch.dtype,
     device: torch.device,
-    few: tuple[Way, ...],
-    more: tuple[tuple[int, bool], ...],
+    branches: Tried,
 ) -> Trial:
-    compiled = products.compiled(dtype, device)
-    ways = Trial((), (), (), few, more, compiled).ways
     bounds: list[int] = []
     seconds: list[tuple[float, ...]] = []
     for rows in _STEP_ROWS:
@@ -120,17 +128,14 @@ def _strategies(
         x_Nd = torch.ones((rows, width), dtype=dtype, device=device)
         one_N = torch.arange(rows, device=device) % 2 == 0
         bounds.append(rows)
-        runs = [[partial(fork.run, by, x_Nd, one_N, ways=ways) for fork in forks] for by in tried]
+        runs = [[partial(fork.run, by, x_Nd, one_N, ways=branches.ways) for fork in forks] for by in tried]
         seconds.append(_seconds(runs, device))
     winners = tuple(tried[_clearly(taken)] for taken in seconds)
-    return Trial(tuple(bounds), winners, tuple(seconds), few, more, compiled)
+    return Trial(tuple(bounds), winners, tuple(seconds), branches)
 
 
-def _ways(
-    forks: Sequence[Fork], width: int, dtype: torch.dtype, device: torch.device
-) -> tuple[tuple[Way, ...], tuple[tuple[int, bool], ...]]:
-    """`Trial.few` and `Trial.more`."""
-
+def _branches(forks: Sequence[Fork], width: int, dtype: torch.dtype, device: torch.device) -> Tried:
+    """How each branch is best run."""
     forms = range(1 if forks[0].one.run_other is None else 2)
 
     def tried(rows: int) -> tuple[float, ...]:
@@ -150,7 +155,7 @@ def _ways(
             break
         taken.append(tried(rows))
         found.append((rows, bool(_clearly(taken[-1]))))
-    return tuple(few), tuple(found)
+    return Tried(tuple(few), tuple(found), products.compiled(dtype, device))
 
 
 def _one(fork: Fork, other: bool) -> Callable[[torch.Tensor], torch.Tensor]:

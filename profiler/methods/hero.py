@@ -583,4 +583,4 @@ class Hero(Trainable):
             return fork.run(cast(Strategy, self.config.strategy), u_Nd, ffn_N, real_N, scale_N)
         if self._trial is None or torch.is_grad_enabled():
             return fork.run("gather", u_Nd, ffn_N, real_N, scale_N)
-        return fork.run(self._trial.winner(len(u_Nd)), u_Nd, ffn_N, real_N, scale_N, self._trial.ways)
+        return fork.run(self._trial.winner(len(u_Nd)), u_Nd, ffn_N, real_N, scale_N, self._trial.branches.ways)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from profiler import arms, methods, recorder
+from profiler import arms, methods, recorder, segment_clocks
 from profiler.execution.sequences import RowView, SequenceTracker
 from profiler.recorder import Probe, Recorder, SpanSite, StepData
 from tests.profiler.tiny import padded, prompts_of, random_model
@@ -233,7 +233,8 @@ class Clock:
 
 def test_segments_are_self_time_to_the_nanosecond(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(recorder, "time", clock)
+    for module in (recorder, segment_clocks):
+        monkeypatch.setattr(module, "time", clock)
 
     def spend(ns: int) -> None:
         clock.now += ns
@@ -268,7 +269,8 @@ def test_segments_are_self_time_to_the_nanosecond(monkeypatch: pytest.MonkeyPatc
 
 def test_what_recording_a_decision_takes_is_in_no_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(recorder, "time", clock)
+    for module in (recorder, segment_clocks):
+        monkeypatch.setattr(module, "time", clock)
 
     def slowly(value: Tensor) -> Tensor:
         clock.now += 50

@@ -17,7 +17,7 @@ from profiler.execution import row_trials
 from profiler.execution.adapter import Adapter
 from profiler.execution.grouped import linear_first, refuse_grouped, swiglu_first
 from profiler.execution.products import compiled, filled, linear, offered, swiglu
-from profiler.execution.row_trials import Trial, trial
+from profiler.execution.row_trials import Trial, Tried, trial
 from profiler.execution.rows import Branch, Fork, Way
 from profiler.execution.sequences import Sequences
 from profiler.recorder import Probe, Recorder, StepData
@@ -206,14 +206,14 @@ def test_what_grouped_cannot_multiply_is_refused_with_the_numbers() -> None:
 
 
 def test_the_winner_for_a_row_count_is_that_of_the_next_bound_tried() -> None:
-    found = Trial((4, 32, 256), ("gather", "grouped", "gather"), ((1, 2), (2, 1), (1, 2)))
+    found = Trial((4, 32, 256), ("gather", "grouped", "gather"), ((1, 2), (2, 1), (1, 2)), Tried())
     assert [found.winner(rows) for rows in (1, 4, 5, 32, 33, 256, 10_000)] == [
         "gather", "gather", "grouped", "grouped", "gather", "gather", "gather",
     ]  # fmt: skip
 
 
 def test_the_way_for_a_row_count_is_its_own_or_that_of_the_next_bound_tried() -> None:
-    found = Trial((), (), (), (Way(0), Way(4), Way(2, True)), ((20, True), (48, False)))
+    found = Tried((Way(0), Way(4), Way(2, True)), ((20, True), (48, False)))
     wanted = {
         1: Way(4),
         2: Way(2, True),
@@ -223,14 +223,14 @@ def test_the_way_for_a_row_count_is_its_own_or_that_of_the_next_bound_tried() ->
         21: Way(21),
         99: Way(99),
     }
-    assert {own: found.way_of_one(own) for own in wanted} == wanted
-    assert [found.way_of_zero(own) for own in (3, 17)] == [Way(3), Way(17)]
+    assert {own: found.one(own) for own in wanted} == wanted
+    assert [found.zero(own) for own in (3, 17)] == [Way(3), Way(17)]
 
 
 def test_what_is_compiled_for_each_number_of_rows_is_given_few_numbers() -> None:
     assert [filled(rows) for rows in (0, 1, 8, 9, 16, 17, 250)] == [0, 1, 8, 16, 16, 24, 256]
-    found = Trial((), (), (), (), ((48, False),), compiled=True)
-    assert (found.way_of_one(9), found.way_of_zero(33)) == (Way(16), Way(40))
+    found = Tried((), ((48, False),), compiled=True)
+    assert (found.one(9), found.zero(33)) == (Way(16), Way(40))
     assert compiled(torch.bfloat16, CPU) == torch.backends.mkldnn.is_available()
     assert not compiled(torch.float32, CPU)
 
@@ -262,8 +262,8 @@ def test_few_rows_are_filled_up_to_where_a_product_is_clearly_faster(monkeypatch
     rows = [0.92, 1.40, 1.60, 1.15, 1.33, 1.34, 1.50, 1.36]
     timed(monkeypatch, [*((each, 2.0) for each in rows), (1.0, 1.0, 1.0)])
     found = trial([both], (D, INNER, 5), torch.float32, CPU)
-    assert [way.rows for way in found.few] == [0, 1, 4, 4, 4, 5, 6, 8, 8]
-    assert not any(way.other for way in found.few)
+    assert [way.rows for way in found.branches.few] == [0, 1, 4, 4, 4, 5, 6, 8, 8]
+    assert not any(way.other for way in found.branches.few)
 
 
 def test_other_products_are_taken_where_they_are_clearly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,8 +273,8 @@ def test_other_products_are_taken_where_they_are_clearly_faster(monkeypatch: pyt
     timed(monkeypatch, [*few, *more, (1.0, 1.0, 1.0)])
     found = trial([both], (D, INNER, 5), torch.float32, CPU)
     # One row: two by the other are faster. Two: by the other. Three: four are faster than three either way.
-    assert found.few[1:5] == (Way(2, True), Way(2, True), Way(4), Way(4))
-    assert found.more == ((16, True), (48, False), (128, True))
+    assert found.branches.few[1:5] == (Way(2, True), Way(2, True), Way(4), Way(4))
+    assert found.branches.more == ((16, True), (48, False), (128, True))
 
 
 @pytest.mark.parametrize(("widths", "dtype"), [((D, 7), torch.float32), ((18, INNER), torch.float32)])
@@ -421,5 +421,5 @@ def test_a_trial_really_times_all() -> None:
     found = trial([both], (D, INNER, 5, 99), torch.float32, CPU)
     assert found.bounds == (4, 32, 256, 1024)[: len(found.bounds)]
     assert all(0 < seconds < 1 for each in found.seconds for seconds in each)
-    assert all(n <= way.rows <= 8 for n, way in enumerate(found.few))
-    assert [bound for bound, _ in found.more] == [16, 48, 128, 384, 1024][: len(found.more)]
+    assert all(n <= way.rows <= 8 for n, way in enumerate(found.branches.few))
+    assert [bound for bound, _ in found.branches.more] == [16, 48, 128, 384, 1024][: len(found.branches.more)]

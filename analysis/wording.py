@@ -292,7 +292,7 @@ GLOSSARY: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "Segment",
-        "A named part of a step. Self time, from instrumented steps; the rest, recording among it, is unattributed.",
+        "A named part of a step. Self time, from instrumented steps; the rest, recording included, is unattributed.",
         "ms per step",
     ),
     ("P50, P95, P99", "Percentiles of step wall time on the raw samples. † marks fewer than 10 samples beyond.", "ms"),

@@ -258,14 +258,23 @@ class Recorder:
         """
         if not self.recording:
             return
-        if isinstance(choice, np.ndarray):
-            size = (2 + len(signals)) * choice.size
-            if self._held + size > MAX_NUMBERS:
-                self._dropped += len(choice)
-                return
-            self._held += size
-            self._slots.append(Decision(layer, site, choice, gate, signals, weights))  # type: ignore[arg-type]
+        with self.span(OWN, layer):
+            if isinstance(choice, np.ndarray):
+                self._hold(Decision(layer, site, choice, gate, signals, weights))  # type: ignore[arg-type]
+            else:
+                self._store(layer, site, choice, cast(Tensor, gate), weights, cast(dict[str, Tensor], signals))
+
+    def _hold(self, decision: Decision) -> None:
+        size = (2 + len(decision.signals)) * decision.choice.size
+        if self._held + size > MAX_NUMBERS:
+            self._dropped += len(decision.choice)
             return
+        self._held += size
+        self._slots.append(decision)
+
+    def _store(
+        self, layer: int, site: str, choice: Tensor, gate: Tensor, weights: Any, signals: dict[str, Tensor]
+    ) -> None:
         several = None if weights is None else choice.shape[1]
         size = choice.numel() if several is None else len(choice)
         slot = _Slot(layer, site, slice(self._filled, self._filled + size), tuple(signals), several)
@@ -275,16 +284,13 @@ class Recorder:
             return
         self._slots.append(slot)
         self._filled = columns.stop
-        with self.span(OWN, layer):
-            into = self._buffer.numbers[: slot.rows, columns]
-            if weights is not None:
-                parts = [choice.T, cast(Tensor, gate)[None], cast(Tensor, weights).T]
-                parts += [cast(Tensor, value)[None] for value in signals.values()]
-                into.copy_(torch.cat([part.detach().to(torch.float32) for part in parts]))
-            else:
-                # Stacked first: one copy into the buffer instead of one a column. At few decisions calls are the cost.
-                columns_N = cast(list[Tensor], [choice, gate, *signals.values()])
-                into.copy_(torch.stack([_column(value) for value in columns_N]))
+        into = self._buffer.numbers[: slot.rows, columns]
+        if weights is None:
+            # Stacked first: one copy into the buffer instead of one a column. At few decisions calls are the cost.
+            into.copy_(torch.stack([_column(value) for value in (choice, gate, *signals.values())]))
+            return
+        parts = [choice.T, gate[None], weights.T, *(value[None] for value in signals.values())]
+        into.copy_(torch.cat([part.detach().to(torch.float32) for part in parts]))
 
     def entered(self, layer: int, site: str, choice: int, rows: Tensor, padded: Tensor | None = None) -> None:
         """Count rows of products that have their numbers from the device, read at the step's end.

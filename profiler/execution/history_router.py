@@ -234,6 +234,9 @@ class HistoryRouter(nn.Module):
             Scores, and the past of layer j + 1 (None after the last, and where no layer needs one). Without gradients
             they are inference tensors: at few rows what autograd asks of every kernel is a sixth of the router's time.
         """
+        if torch.is_autocast_enabled(h_Nd.device.type):  # would multiply in half precision
+            with torch.autocast(h_Nd.device.type, enabled=False):
+                return self.step(math, depth, h_Nd, past, around)
         if torch.is_grad_enabled():
             return self._step(math, depth, h_Nd, past, around)
         with torch.inference_mode():
@@ -289,7 +292,7 @@ class HistoryRouter(nn.Module):
         if self.variant == "foreign_history":
             donor = cast(Around, around)
             c_Nm = math.memory.read(memory.index_select(0, donor.donor_N), encoded.query, depth)
-            return c_Nm * donor.donated_N[:, None]
+            return torch.where(donor.donated_N[:, None], c_Nm, 0)  # a product would pass on what is not finite
         if self.variant == "shuffled_history":
             order_NJ = shuffled_order(self.shuffle_seed, cast(Around, around).position_N, depth)
             return cast(DualMemory, math.memory).read(memory, encoded.query, depth, order_NJ)

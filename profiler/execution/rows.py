@@ -15,7 +15,8 @@ Strategies, equal to rounding:
 Where all rows take the same branch it runs them as they are, whatever the strategy (`grouped` cannot know).
 Rows are counted where they enter: by probes on the branches' first products, and where no module is called (`grouped`,
 and `Branch.run_other`), by the very number of rows the products are given. Pads are run by no branch, unless there is
-nothing to tell apart. Hooks of a caller on the branches' modules fire where the modules are called.
+nothing to tell apart. Hooks of a caller on the branches' modules fire where the modules are called, and see of a branch
+that scales inside (`Branch.run_scaled`) what is scaled.
 
 Not here: what decides, which strategy is the faster one (`row_trials`), and whole sequences (`blocks`).
 
@@ -148,15 +149,15 @@ class Fork:
         # Where a branch is run with more rows than its own, they are its neighbours' in this order. Each result is
         # scaled while it is at hand: at many rows a pass over memory is what dispatch costs.
         rows_one, rows_zero = rows_R[-ways[1](ones).rows :], rows_R[: ways[0](zeros).rows]
+        y_one_nd = self._by(self.one, ways[1](ones).other, x_Nd, rows_one, scale_N, ones)[-ones:]
         if overlay:
             with self._only(zeros, len(x_Nd) - zeros):
-                y_Nd = self.all(self.zero, x_Nd, scale_N)
-        else:
-            y_Nd = torch.empty_like(x_Nd) if real_N is None else torch.zeros_like(x_Nd)
-            y_nd = self._by(self.zero, ways[0](zeros).other, x_Nd, rows_zero, scale_N, zeros)
-            y_Nd.index_copy_(0, rows_R[:zeros], y_nd[:zeros])
-        y_nd = self._by(self.one, ways[1](ones).other, x_Nd, rows_one, scale_N, ones)
-        return y_Nd.index_copy_(0, rows_R[zeros:], y_nd[-ones:])
+                y_Nd = self.all(self.zero, x_Nd, scale_N).to(x_Nd.dtype)
+            return y_Nd.index_copy(0, rows_R[zeros:], y_one_nd)  # a copy: a hook on the branch may have kept this one
+        y_Nd = torch.empty_like(x_Nd) if real_N is None else torch.zeros_like(x_Nd)
+        y_Nd.index_copy_(0, rows_R[zeros:], y_one_nd)
+        y_zero_nd = self._by(self.zero, ways[0](zeros).other, x_Nd, rows_zero, scale_N, zeros)[:zeros]
+        return y_Nd.index_copy_(0, rows_R[:zeros], y_zero_nd)
 
     def _by(
         self, branch: Branch, other: bool, x_Nd: Tensor, rows_n: Tensor, scale_N: Tensor | None, own: int
@@ -167,13 +168,13 @@ class Fork:
         run = branch.run_other if other else None
         if run is None:
             with self._only(own, pads):
-                return self.all(branch, x_nd, scale_n)
+                return self.all(branch, x_nd, scale_n).to(x_Nd.dtype)  # under autocast it is another
         if self.recorder.recording:
             entered = torch.tensor([own, pads], device=x_Nd.device)
             self.recorder.entered(self.layer, self.site, branch.choice, entered[0], entered[1])
         with self.recorder.span(branch.segment, self.layer):
             y_nd = run(x_nd)
-        return scaled(y_nd, scale_n)
+        return scaled(y_nd, scale_n).to(x_Nd.dtype)
 
     def _only(self, rows: int, pads: int) -> Any:
         """A context in which so many rows are in flight. They attend to nothing here, so they have no context."""

@@ -294,17 +294,27 @@ def test_what_grouped_cannot_multiply_is_not_tried_grouped(
     assert asked[-1] == 2  # gather and overlay
 
 
-def test_what_a_caller_kept_of_a_branch_stays() -> None:
-    both, mlp, _ = fork()
+@pytest.mark.parametrize("strategy", ["gather", "overlay"])
+@pytest.mark.parametrize("times", [1.0, 0.25, None])
+def test_what_a_caller_kept_of_a_branch_stays(strategy: Any, times: float | None) -> None:
+    both, mlp, adapter = fork()
     kept: list[Tensor] = []
-    mlp.down_proj.register_forward_hook(lambda _, args, y: kept.append(y))
+    then: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, y: Tensor) -> None:
+        kept.append(y)
+        then.append(y.clone())
+
+    for last in (mlp.down_proj, adapter.W2):
+        last.register_forward_hook(keep)
     one = torch.tensor([0, 1, 0, 1, 0, 0]).bool()
-    x, scale = torch.randn(6, D), torch.full((6,), 0.25)
+    x, scale = torch.randn(6, D), None if times is None else torch.full((6,), times)
     with torch.no_grad():
-        both.run("gather", x, one, None, scale)
-        both.run("gather", x, torch.ones(6).bool(), None, scale)
-        assert torch.allclose(kept[0], mlp(x[one]), atol=1e-6)
-        assert torch.allclose(kept[1], mlp(x), atol=1e-6)
+        both.run(strategy, x, one, None, scale)
+        both.run(strategy, x, torch.ones(6).bool(), None, scale)
+        both.run(strategy, x, torch.zeros(6).bool(), None, scale)
+    assert len(kept) == 4
+    assert all(map(torch.equal, kept, then))
 
 
 def test_weights_made_under_inference_mode_run_and_what_was_made_of_others_there_passes_gradients() -> None:

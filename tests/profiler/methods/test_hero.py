@@ -301,6 +301,53 @@ def test_router_and_memory_are_float32_over_a_bfloat16_backbone() -> None:
     assert apart(seen[0].g, alone.g) < 1e-5
 
 
+@pytest.mark.parametrize("strategy", ["gather", "overlay", "masked"])
+@pytest.mark.parametrize("gradients", [False, True], ids=["folded", "plain"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_autocast_leaves_router_and_memory_in_float32(variant: str, gradients: bool, strategy: str) -> None:
+    """What they say of the hidden states they are given is what they say of them without it."""
+    handle, _ = routed(model=random_model("llama", dtype=torch.float32), variant=variant, strategy=strategy)
+    given: list[Tensor] = []
+    for gate in handle._gates:
+        gate.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    ids = torch.tensor(prompts_of([9]))
+    with torch.set_grad_enabled(gradients), scores_of(handle) as seen:
+        with torch.autocast("cpu", torch.bfloat16):
+            handle.model(input_ids=ids)
+        under, hidden = list(seen), list(given)
+        with around_given(handle, hidden):
+            handle.model(input_ids=ids)
+    for mine, alone in zip(under, seen[len(under) :], strict=True):
+        assert mine.g.dtype == torch.float32
+        assert all(torch.equal(getattr(mine, name).nan_to_num(), getattr(alone, name).nan_to_num()) for name in SCORES)
+
+
+@contextmanager
+def around_given(handle: Hero, hidden: Sequence[Tensor]) -> Iterator[None]:
+    """Each gate is given these hidden states, whatever reaches it."""
+    hooks = [
+        gate.register_forward_pre_hook(lambda _, args, h=h: (h,))  # type: ignore[misc]
+        for gate, h in zip(handle._gates, hidden, strict=True)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["folded", "plain"])
+def test_what_is_not_finite_stays_in_its_sequence(gradients: bool) -> None:
+    model = random_model("llama", dtype=torch.float32)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5] = float("nan")
+    handle, _ = routed(model=model, disturbed=False, variant="foreign_history", layers=[1, 2, 3])
+    with torch.set_grad_enabled(gradients):
+        poisoned, sound = handle.model(**padded([[7, 5], [11, 12]], "left")).logits
+    assert not torch.isfinite(poisoned[1]).any()
+    assert torch.isfinite(sound).all()
+
+
 def _folded(handle: Hero) -> Any:
     from profiler.execution.folded_router import FoldedMath
 

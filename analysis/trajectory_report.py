@@ -24,7 +24,8 @@ from profiler.store import Run
 class Trajectory:
     """Frames of the functions they are named after; `profile` by all three of its kinds, one below the other.
 
-    `meanings`: what the method says of each of its signals. `note` says what of the cell's tokens is not in them, or
+    `meanings`: what the method says of each of its signals. `memory`: what it keeps of a token through depth, a
+    sentence, or nothing. `note` says what of the cell's tokens is not in them, or
     why there is something that they cannot say.
     """
 
@@ -38,6 +39,7 @@ class Trajectory:
     costs: pd.DataFrame
     forgetting: pd.DataFrame
     tests: pd.DataFrame
+    memory: str
     note: str
 
 
@@ -63,8 +65,17 @@ def trajectory(run: Run, arm: str, cell: str) -> Trajectory:
         costs=costs(paths),
         forgetting=forgetting(run, arm),
         tests=trajectory_tests(paths),
+        memory=memory(run, arm),
         note="; ".join(notes),
     )
+
+
+def memory(run: Run, arm: str) -> str:
+    """What an arm keeps of each token row during one forward."""
+    kept = run.manifest.arm(arm).memory
+    if kept is None:
+        return ""
+    return f"Memory, {kept.form} form: at most {kept.bytes_per_row:,} bytes a token row while one forward lasts."
 
 
 def trajectories(run: Run) -> list[Trajectory]:
@@ -87,6 +98,7 @@ def section(found: Trajectory, names: Mapping[str, str], look: Look, plot: docum
         "inputs": found.inputs,
         "meanings": found.meanings,
         "note": found.note,
+        "memory": found.memory,
         "profile": plot(trajectory_charts.profile(whole, found.arm, look)),
         "answers": plot(trajectory_charts.by_group(answers, found.arm, look)) if not answers.empty else None,
         "domains": plot(trajectory_charts.by_group(domains, found.arm, look)) if not domains.empty else None,
@@ -116,7 +128,7 @@ def markdown_parts(found: Trajectory, names: Mapping[str, str]) -> list[tuple[st
         (f"Cost of a token: {name}", of["cost_table"], found.note),
         (f"What trajectories go with: {name}", of["test_table"], ""),
         (f"Trajectories by group of tokens: {name}", of["breakdown_table"], ""),
-        (f"Forget factors: {name}", of["forget_table"], ""),
+        (f"Forget factors: {name}", of["forget_table"], found.memory),
         (f"Trajectories by layer: {name}", of["profile_table"], ""),
     ]
 

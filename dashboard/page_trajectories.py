@@ -57,6 +57,8 @@ def _paths(reading: Reading, found: trajectory_report.Trajectory) -> None:
     if not found.forgetting.empty:
         st.subheader("What the memory keeps")
         draw(trajectory_charts.forgetting(found.forgetting, found.arm, reading.look), "forgetting")
+        if found.memory:
+            st.caption(found.memory)
 
 
 def _cost_and_tests(found: trajectory_report.Trajectory) -> None:

@@ -84,5 +84,6 @@ def describe(
         constants=handle.constants,
         calibration=calibration,
         parallel=handle.parallel,
+        memory=handle.memory(handle.model, handle.config),
         choices=handle.choices(handle.model, handle.config),
     )

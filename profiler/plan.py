@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from profiler.records import Choice
+from profiler.records import Choice, MemoryRecord
 
 if TYPE_CHECKING:
     from workloads.spec import Cell, Spec
@@ -110,6 +110,7 @@ class ArmPlan:
     overhead_parameters: int
     parameter_skip: dict[float, ParameterSkip]
     flop_skip: dict[str, dict[float, float]]
+    memory: MemoryRecord | None = None
 
 
 def plan(spec: Spec) -> list[ArmPlan]:
@@ -147,6 +148,7 @@ def plan(spec: Spec) -> list[ArmPlan]:
                     }
                     for cell in spec.cell_list()
                 },
+                memory=method.memory(skeleton, config),
             )
         )
     return found
@@ -168,7 +170,7 @@ def _of_cell(choices: Sequence[Choice], share: float, cell: Cell, pooled: bool, 
 
 def as_json(plans: list[ArmPlan]) -> dict[str, Any]:
     """Plain values."""
-    return {"arms": [asdict(one) for one in plans]}
+    return {"arms": [{**asdict(one), "memory": one.memory and one.memory.model_dump()} for one in plans]}
 
 
 def lines(plans: list[ArmPlan]) -> list[str]:
@@ -179,6 +181,9 @@ def lines(plans: list[ArmPlan]) -> list[str]:
             f"{one.arm} ({one.method}): backbone {one.backbone_parameters:,} parameters, replacements "
             f"{one.replacement_parameters:,}, router and other additions {one.overhead_parameters:,}"
         )
+        if one.memory:
+            form, held = one.memory.form, one.memory.bytes_per_row
+            found.append(f"  memory during a forward, {form} form: at most {held:,} bytes a token row")
         for share, skip in one.parameter_skip.items():
             found.append(
                 f"  {share:4.0%} of decisions skip: parameters gross {skip.gross:.2%}, adapters counted "

@@ -368,6 +368,16 @@ class ParallelRecord(Record):
     times_note: str | None = None
 
 
+class MemoryRecord(Record):
+    """What a method keeps of each token row while one forward lasts, beside the cache: its form, and at most how much.
+
+    `bytes_per_row` is reached at the last layer that reads it.
+    """
+
+    form: str
+    bytes_per_row: int
+
+
 class ArmRecord(Record):
     """An arm as it ran: which method, with which options, against which twin, and what its choices cost.
 
@@ -375,7 +385,8 @@ class ArmRecord(Record):
     `synthetic` is set where gates were forced rather than decided by a router. `discards`: every choice computes all
     rows and what was not chosen is thrown away, so nothing is saved, and rule 1 holds the arm to that. `signal_starts`
     holds, for a signal that starts the same for every input, its value in each layer before any training. `constants`:
-    what the method has learned that is one number a layer, name → layer → value. `caveat` is what else a reader must
+    what the method has learned that is one number a layer, name → layer → value. `memory`: None where a method keeps
+    nothing, or the run is older than this record. `caveat` is what else a reader must
     know of the arm wherever it is shown.
     """
 
@@ -394,6 +405,7 @@ class ArmRecord(Record):
     constants: dict[str, dict[int, float]] = Field(default_factory=dict)
     calibration: CalibrationRecord | None = None
     parallel: ParallelRecord | None = None
+    memory: MemoryRecord | None = None
     choices: list[Choice] = Field(default_factory=list)
 
 

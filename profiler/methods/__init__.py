@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from profiler.execution.routes import ForcedGates
     from profiler.execution.sequences import Sequences, SequenceTracker
     from profiler.recorder import Probe, Recorder, SpanSite
-    from profiler.records import Choice, ParallelRecord
+    from profiler.records import Choice, MemoryRecord, ParallelRecord
 
 Scope = Literal["none", "token", "sequence"]
 
@@ -191,6 +191,11 @@ class Method(ABC):
     @property
     def kv_policy(self) -> str | None:
         """How the cache treats what was skipped; None where nothing is."""
+        return None
+
+    @classmethod
+    def memory(cls, model: PreTrainedModel, config: Any) -> MemoryRecord | None:
+        """What is kept of each token row during one forward, beside the cache; None for nothing."""
         return None
 
     @classmethod

@@ -82,7 +82,7 @@ from profiler.execution.sequences import Sequences
 from profiler.execution.states import Made
 from profiler.methods import Losses, MethodConfig, Trainable
 from profiler.recorder import Probe, SpanSite
-from profiler.records import FORGET_FACTOR, Choice
+from profiler.records import FORGET_FACTOR, Choice, MemoryRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -409,11 +409,15 @@ class Hero(Trainable):
     def constants(self) -> dict[str, dict[int, float]]:
         return {FORGET_FACTOR: dict(zip(self.routable, rho, strict=True))} if (rho := self.rho()) else {}
 
-    def memory_bytes(self, rows: int) -> int:
-        """Bytes the depth memory of `rows` tokens takes at most, during one forward."""
-        if self.options.variant in LOCAL | {"no_memory_read"}:
-            return 0
-        return rows * depth_memory.numbers(self.options.memory, MEMORY, len(self.routable)) * self._wide.itemsize
+    @classmethod
+    def memory(cls, model: PreTrainedModel, config: HeroConfig) -> MemoryRecord | None:
+        dec = decoder(model)
+        options = decided(config, dec)
+        if options.variant in LOCAL | {"no_memory_read"}:
+            return None
+        kept = depth_memory.numbers(options.memory, MEMORY, len(options.layers))
+        wide = torch.promote_types(cast(nn.Linear, first_products(dec.blocks[0])[1]).weight.dtype, torch.float32)
+        return MemoryRecord(form=options.memory, bytes_per_row=kept * wide.itemsize)
 
     def rho(self) -> list[float]:
         """The forget factor ρ_j of each routable layer; empty where the variant has none."""

@@ -27,7 +27,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "mine": [Token(r, t, (0.6 + 0.01 * t, 0.4), (0.9, 0.8), hit=t % 2 == 0, occurrences=t + 1) for r, t in keys],
         "other": [Token(r, t, (0.1, 0.6 if t else 0.2), hit=t % 2 == 0, occurrences=t + 1) for r, t in keys],
     }
-    arms = [arm("mine", calibration=calibrated(0.5, 0.5)), arm("other", options={"variant": "x"}, constants={})]
+    arms = [
+        arm("mine", calibration=calibrated(0.5, 0.5)),
+        arm("other", options={"variant": "x"}, constants={}, memory=None),
+    ]
     scores = {
         name: {f"i{k}": nll for k in range(9)} for name, nll in (("dense", 20.0), ("mine", 21.0), ("other", 22.0))
     }
@@ -42,6 +45,7 @@ def test_the_report_shows_every_arm_s_tokens(run: Run) -> None:
     assert "<img src=x" not in html
     assert "&lt;img src=x" in html
     assert 'href="#trajectories"' in html
+    assert html.count("Memory, dual form: at most 7,168 bytes a token row while one forward lasts.") == 1
 
 
 def test_markdown_has_the_figures(run: Run) -> None:
@@ -59,6 +63,7 @@ def test_markdown_has_the_figures(run: Run) -> None:
     assert row("At the rates executed", "mine")[11:13] == ["50.0 %", "50.0 %"]
     assert row("Cost of a token: mine", "all")[1] == "50.0 %"
     assert row("Forget factors: mine", "1")[2:] == ["0.5000", "1.0"]
+    assert sum("at most 7,168 bytes a token row" in line for line in lines) == 1
     assert row("Trajectories by layer: mine", "2")[2].startswith("0.400")
     assert row("Trajectories by group of tokens: mine", "position")[1] == "0"
     related = [line for line in lines if "gate, mean over depth | position" in line]

@@ -79,6 +79,7 @@ def arm(name: str, **more: Any) -> ArmRecord:
     given: dict[str, Any] = {
         "name": name, "method": "hero", "twin": "dense", "scope": "token", "choices": choices(),
         "signals": {"p": "p_j, the history score"}, "constants": {FORGET_FACTOR: {1: 0.5, 2: 1.0}},
+        "memory": {"form": "dual", "bytes_per_row": 7168},
     }  # fmt: skip
     return ArmRecord(**{**given, **more})
 

@@ -32,6 +32,7 @@ def test_the_tokens_of_an_arm(monkeypatch: pytest.MonkeyPatch, runs: Path) -> No
     app = open_page(monkeypatch, runs, PAGE, run="tokens")
     assert any("81 tokens of 9 inputs" in caption.value for caption in app.caption)
     assert any(", the history score" in caption.value for caption in app.caption)
+    assert any("dual form: at most 7,168 bytes a token row" in caption.value for caption in app.caption)
     assert len(app.get("plotly_chart")) == 4  # all, right and wrong, domains, forget factors
     costs = table(app, "Lowest input")
     assert costs["Domain"].tolist() == ["all", "prose", "math"]

@@ -135,6 +135,22 @@ def test_the_record_of_an_arm_has_where_its_threshold_comes_from_and_what_was_le
     assert arms.build(MODEL, "mine", "hero", {"variant": "no_history"}, "dense").record.constants == {}
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"memory": "dual"}, ("dual", 4 * (64 + 64) * 2)),  # φ(k) and v of two layers; the third writes for nobody
+        ({"memory": "matrix"}, ("matrix", 4 * (64 * 64 + 64))),  # S and ζ
+        ({"variant": "no_memory_read"}, None),
+        ({"variant": "no_history"}, None),
+    ],
+)
+def test_the_record_of_an_arm_has_what_its_memory_holds(
+    options: dict[str, Any], wanted: tuple[str, int] | None
+) -> None:
+    found = arms.build(MODEL, "mine", "hero", options, "dense").record.memory
+    assert (found and (found.form, found.bytes_per_row)) == wanted
+
+
 def test_a_local_head_alone_is_run_from_the_full_checkpoint(checkpoint: str, tmp_path: Path) -> None:
     full = arms.tree(MODEL, "hero", methods.configure("hero", {"checkpoint": checkpoint}))
     local = arms.tree(MODEL, "hero", methods.configure("hero", {"checkpoint": checkpoint, "variant": "no_history"}))

@@ -186,3 +186,8 @@ def test_a_spec_is_planned_without_weights(tmp_path: Any) -> None:
     text = lines([dense, routed, blocks])
     assert "hero (hero): backbone 8,030,261,248 parameters, replacements 176,160,768" in text[1]
     assert any("100% of decisions skip: parameters gross 52.65%, adapters counted 50.46%" in line for line in text)
+    # 64 numbers of φ(k) and 64 of v for each of 24 layers but the last, in float32 over the bfloat16 backbone.
+    assert 4 * (64 + 64) * 23 == 11_776
+    assert "  memory during a forward, dual form: at most 11,776 bytes a token row" in text
+    assert (dense.memory, blocks.memory) == (None, None)
+    assert as_json([routed])["arms"][0]["memory"] == {"form": "dual", "bytes_per_row": 11_776}

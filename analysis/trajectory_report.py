@@ -25,8 +25,8 @@ class Trajectory:
     """Frames of the functions they are named after; `profile` by all three of its kinds, one below the other.
 
     `meanings`: what the method says of each of its signals. `memory`: what it keeps of a token through depth, a
-    sentence, or nothing. `note` says what of the cell's tokens is not in them, or
-    why there is something that they cannot say.
+    sentence, or nothing. `note` says what of the cell's tokens is not in them, or why there is something that they
+    cannot say.
     """
 
     arm: str

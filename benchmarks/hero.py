@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -45,7 +45,7 @@ from profiler.execution.folded_router import FoldedMath
 from profiler.execution.history_router import MEMORY
 from profiler.execution.products import swiglu
 from profiler.execution.routes import ForcedTokens
-from profiler.execution.rows import Branch
+from profiler.execution.rows import Branch, Fork
 from profiler.execution.sequences import Sequences
 from profiler.methods.hero import Hero
 
@@ -116,8 +116,8 @@ def passes(backbone: Any, rows: int) -> tuple[dict[str, Callable[[], float | Non
             if len(x_nd):
                 fork.zero.run(x_nd)
 
-    def routed(by: Hero) -> None:
-        for fork, x_Nd, ffn_N in zip(by.forks, residual_LNd, ffn_LN, strict=True):
+    def routed(by: Hero, forks: Sequence[Fork]) -> None:
+        for fork, x_Nd, ffn_N in zip(forks, residual_LNd, ffn_LN, strict=True):
             by.run_rows(fork, x_Nd, ffn_N, None, scale_N)
 
     def other() -> None:
@@ -125,18 +125,18 @@ def passes(backbone: Any, rows: int) -> tuple[dict[str, Callable[[], float | Non
             swiglu(block.mlp, x_Nd)
 
     clock = Clock(weight.device)
-    forks = [replace(fork, zero=clock.branch(fork.zero), one=clock.branch(fork.one)) for fork in handle.forks]
+    timed = [replace(fork, zero=clock.branch(fork.zero), one=clock.branch(fork.one)) for fork in handle.forks]
 
     def branches() -> float:
         clock.seconds = 0.0
-        for fork, x_Nd, ffn_N in zip(forks, residual_LNd, ffn_LN, strict=True):
-            handle.run_rows(fork, x_Nd, ffn_N, None, scale_N)
+        routed(handle, timed)
         return clock.seconds
 
     found: dict[str, Callable[[], float | None]] = {"dense": dense, "other": other, "adapter": adapter}
-    found |= {"auto": partial(routed, handle), BRANCHES: branches}
+    found |= {"auto": partial(routed, handle, handle.forks), BRANCHES: branches}
     for strategy in STRATEGIES:
-        found[strategy] = partial(routed, wrapped(backbone, strategy=strategy))
+        by = wrapped(backbone, strategy=strategy)
+        found[strategy] = partial(routed, by, by.forks)
     for form in ("dual", "matrix"):
         router = wrapped(backbone, memory=form)
         found[f"router, {form}"] = partial(_route, router, FoldedMath(router.router), residual_LNd)

@@ -386,8 +386,8 @@ class ArmRecord(Record):
     rows and what was not chosen is thrown away, so nothing is saved, and rule 1 holds the arm to that. `signal_starts`
     holds, for a signal that starts the same for every input, its value in each layer before any training. `constants`:
     what the method has learned that is one number a layer, name → layer → value. `memory`: None where a method keeps
-    nothing, or the run is older than this record. `caveat` is what else a reader must
-    know of the arm wherever it is shown.
+    nothing, or the run is older than this record. `caveat` is what else a reader must know of the arm wherever it is
+    shown.
     """
 
     name: str

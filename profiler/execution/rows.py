@@ -93,13 +93,13 @@ class Fork:
     recorder: Recorder
 
     def all(self, branch: Branch, x_Nd: Tensor, scale_N: Tensor | None = None) -> Tensor:
-        """Every row through one branch, pads too, times its factor."""
+        """Every row through one branch, pads too, times its factor; as wide as it came, under autocast too."""
         by = None if torch.is_grad_enabled() else branch.run_scaled
         with self.recorder.span(branch.segment, self.layer):
             if by is not None and scale_N is not None:
-                return by(x_Nd, scale_N)
+                return by(x_Nd, scale_N).to(x_Nd.dtype)
             y_Nd = branch.run(x_Nd)
-        return scaled(y_Nd, scale_N)
+        return scaled(y_Nd, scale_N).to(x_Nd.dtype)
 
     def run(
         self,
@@ -148,15 +148,16 @@ class Fork:
                 return self.all(branch, x_Nd, scale_N)
         # Where a branch is run with more rows than its own, they are its neighbours' in this order. Each result is
         # scaled while it is at hand: at many rows a pass over memory is what dispatch costs.
-        rows_one, rows_zero = rows_R[-ways[1](ones).rows :], rows_R[: ways[0](zeros).rows]
-        y_one_nd = self._by(self.one, ways[1](ones).other, x_Nd, rows_one, scale_N, ones)[-ones:]
+        way = ways[1](ones)
+        y_one_nd = self._by(self.one, way.other, x_Nd, rows_R[-way.rows :], scale_N, ones)[-ones:]
         if overlay:
             with self._only(zeros, len(x_Nd) - zeros):
-                y_Nd = self.all(self.zero, x_Nd, scale_N).to(x_Nd.dtype)
+                y_Nd = self.all(self.zero, x_Nd, scale_N)
             return y_Nd.index_copy(0, rows_R[zeros:], y_one_nd)  # a copy: a hook on the branch may have kept this one
         y_Nd = torch.empty_like(x_Nd) if real_N is None else torch.zeros_like(x_Nd)
         y_Nd.index_copy_(0, rows_R[zeros:], y_one_nd)
-        y_zero_nd = self._by(self.zero, ways[0](zeros).other, x_Nd, rows_zero, scale_N, zeros)[:zeros]
+        way = ways[0](zeros)
+        y_zero_nd = self._by(self.zero, way.other, x_Nd, rows_R[: way.rows], scale_N, zeros)[:zeros]
         return y_Nd.index_copy_(0, rows_R[:zeros], y_zero_nd)
 
     def _by(
@@ -168,13 +169,13 @@ class Fork:
         run = branch.run_other if other else None
         if run is None:
             with self._only(own, pads):
-                return self.all(branch, x_nd, scale_n).to(x_Nd.dtype)  # under autocast it is another
+                return self.all(branch, x_nd, scale_n)
         if self.recorder.recording:
             entered = torch.tensor([own, pads], device=x_Nd.device)
             self.recorder.entered(self.layer, self.site, branch.choice, entered[0], entered[1])
         with self.recorder.span(branch.segment, self.layer):
             y_nd = run(x_nd)
-        return scaled(y_nd, scale_n).to(x_Nd.dtype)
+        return scaled(y_nd, scale_n)
 
     def _only(self, rows: int, pads: int) -> Any:
         """A context in which so many rows are in flight. They attend to nothing here, so they have no context."""

@@ -43,6 +43,7 @@ class Layout:
         fitted_on: what placements were fitted to, by their name, and `fitted_steps` the steps that is; `notes`: what
             must be said beside one.
         times_note: why there is no time of each width; None where there is.
+        products: how experts were multiplied, where that depends on the machine.
     """
 
     arm: str
@@ -57,6 +58,7 @@ class Layout:
     fitted_steps: frozenset[int]
     notes: dict[str, str]
     times_note: str | None
+    products: str | None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -107,6 +109,7 @@ def layouts(run: Run) -> list[Layout]:
                 fitted_steps=frozenset(about.fitted_steps),
                 notes=dict(about.notes),
                 times_note=about.times_note,
+                products=about.products,
             )
         )
     return found

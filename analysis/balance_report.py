@@ -218,14 +218,16 @@ def window_figures(found: Balance, look: Look, cell: str | None = None) -> dict[
 
 def captions(found: Balance) -> dict[str, str]:
     """What must stand beside the tables: rules, how times were predicted, and what could not be measured."""
-    note = found.layout.times_note
+    note, products = found.layout.times_note, found.layout.products
+    widths = [f"Unsupported: the products of each width by themselves. {wording.sentence(note)}"] if note else []
+    widths += [wording.sentence(f"Products: {products}")] if products else []
     return {
         "imbalance": f"{IMBALANCE_RULE} {SMALL}: fewer than {SAMPLES_BEYOND} values beyond the percentile.",
         "predicted": f"{BARRIER_ROOFLINE} {found.speeds}",
         "wait": WAIT_RULE,
         "bytes": LOCAL_RULE,
         "windows": WINDOW_RULE,
-        "widths": f"Unsupported: the products of each width by themselves. {wording.sentence(note)}" if note else "",
+        "widths": " ".join(widths),
     }
 
 

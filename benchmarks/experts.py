@@ -18,10 +18,11 @@ said:
    transformers' widths, which makes the very same products: what the first has more is the price of several widths;
 3. `packed` takes at most 1.25 × the floor at 2,048 tokens.
 
-At fewer tokens `packed` ÷ floor is printed with what it is made of, aiming at 2: `sort`, `gather`, `products` and
-`combine` are its parts by themselves, `dense` and `read` the two sides of the floor, `one width` is `packed` with
-transformers' widths. transformers' `batched_mm` copies an expert's weights for each of its rows: it is run for a few
-tokens only, since beyond it is by far the slowest, and handing back so much memory slows down what is timed next.
+At fewer tokens `packed` ÷ floor is printed with what it is made of, aiming at 2: `sort`, `products` (gathering rows
+included) and `combine` are its parts by themselves, `dense` and `read` the two sides of the floor, `one width` is
+`packed` with transformers' widths. How `packed` multiplies on this machine is printed first. transformers' `batched_mm`
+copies an expert's weights for each of its rows: it is run for a few tokens only, since beyond it is by far the slowest,
+and handing back so much memory slows down what is timed next.
 Usage:
 
     python benchmarks/experts.py [--repeats N] [--tokens 2048 256 16] [--hidden 512] [--per-group 8] [--dtype bfloat16]
@@ -125,17 +126,15 @@ def work(layer: Layer, tokens: int, per_group: int) -> dict[str, Callable[[], An
     found |= {name: partial(theirs, name) for name in implementations}
 
     to = dispatch(choice_NK, weight_NK, experts)
-    x_Pd, counts = x_Nd.index_select(0, to.row_P), to.counts
-    y_Pd = several.fused(x_Pd, counts)
+    y_Pd = several.fused(x_Nd, to)
     found["sort"] = lambda: dispatch(choice_NK, weight_NK, experts).counts
-    found["gather"] = lambda: x_Nd.index_select(0, to.row_P)
-    found["products"] = lambda: several.fused(x_Pd, counts)
+    found["products"] = lambda: several.fused(x_Nd, to)
     found["combine"] = lambda: to.combine(y_Pd)
 
     mean = layer.one.widths[0]
     dense, rows = torch.randn(3 * mean, d).to(dtype), torch.randn(choice_NK.numel(), d).to(dtype)
     found["dense"] = lambda: F.linear(rows, dense)
-    touched = sum(3 * width * d for width, count in zip(several.widths, counts, strict=True) if count)
+    touched = sum(3 * width * d for width, count in zip(several.widths, to.counts, strict=True) if count)
     # As float32, whose sums are vectorised: it is the reading that is timed.
     read = several.weights.detach().flatten()[:touched].view(torch.float32)
     found["read"] = lambda: read.sum()
@@ -206,7 +205,7 @@ def show(took: Times, tokens: int, layer: Layer) -> None:
         if name in took:
             print(f"  {name:<12} {middle[name] * 1e3:>9.3f} ms  {np.median(took[name] / floor):>6.2f} × floor")
     ratio = median(took["packed"] / floor)
-    parts = ", ".join(f"{name} {middle[name] * 1e3:.3f}" for name in ("sort", "gather", "products", "combine"))
+    parts = ", ".join(f"{name} {middle[name] * 1e3:.3f}" for name in ("sort", "products", "combine"))
     print(f"  packed by parts, ms: {parts}; floor: dense {middle['dense'] * 1e3:.3f}, read {middle['read'] * 1e3:.3f}")
     aim = "" if tokens >= 2048 else f", aim {AIM:g}"
     print(f"  packed ÷ floor {ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]{aim}")
@@ -231,6 +230,7 @@ def main() -> int:
             f"d {layer.hidden}, {len(widths)} experts of widths {min(widths)} to {max(widths)} (mean "
             f"{layer.one.widths[0]}), {given.dtype}, {held:.0f} MB a layer, {torch.get_num_threads()} threads"
         )
+        print(f"packed: {layer.several.how()}")
         print(f"ways agree to {check(layer, 32, given.per_group):.1e} of the largest value")
         for tokens in given.tokens:
             took = measure([work(layer, tokens, given.per_group) for layer in layers], given.repeats)

@@ -64,6 +64,7 @@ def _cell(reading: Reading, about: Balance, cell: str) -> None:
             show(of_one_cell(balance_tables.times(times)), "No collective was recorded here.")
     if not widths.empty:
         with st.expander("Expert time by width"):
+            st.caption(wording.markdown(said["widths"]))
             show(of_one_cell(balance_tables.widths(widths)), "None was recorded here.")
     if "traffic" in drawn:
         st.subheader("Bytes from rank to rank")

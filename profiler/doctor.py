@@ -24,10 +24,10 @@ from typing import Any, Literal
 
 from packaging.requirements import Requirement
 
-from profiler import cores, machine
+from profiler import compiled, cores, machine
 from profiler.errors import InputError
-from profiler.model_cache import cache_dir
 from profiler.telemetry import Gpus
+from profiler.user_cache import cache_dir
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -69,7 +69,7 @@ def checks(
         found += [nvml(gpus), torch_build(gpus)]
     finally:
         gpus.close()
-    return [*found, tensorboard(), pip(), cache(), processor(), threads(), governor(), neighbours()]
+    return [*found, tensorboard(), pip(), compiler(), cache(), processor(), threads(), governor(), neighbours()]
 
 
 def python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
@@ -200,6 +200,15 @@ def pip() -> Check:
     if importlib.util.find_spec("pip") is not None:
         return Check("pip", "ok", importlib.metadata.version("pip"))
     return Check("pip", "warn", "not in this environment: `models fetch` cannot download", "python -m ensurepip")
+
+
+def compiler() -> Check:
+    """Operators of our own are compiled at first use."""
+    command = compiled.compiler()
+    if command is not None:
+        return Check("C++ compiler", "ok", " ".join(command))
+    detail = "none: on a CPU, experts of strategy packed are multiplied one by one, which takes longer"
+    return Check("C++ compiler", "warn", detail, "install g++, or name another compiler in CXX")
 
 
 def cache() -> Check:

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from profiler import device as devices
-from profiler import hub, model_cache, model_files, packaged_model, presets
+from profiler import hub, model_files, packaged_model, presets, user_cache
 from profiler.errors import InputError
-from profiler.model_cache import Report, Share
 from profiler.packaged_model import PACKAGED
 from profiler.presets import PRESETS
 from profiler.records import ModelRecord
+from profiler.user_cache import Report, Share
 
 if TYPE_CHECKING:
     import torch
@@ -226,7 +226,7 @@ def _files(source: str, kind: str, report: Report, share: Share) -> tuple[Path, 
 
 
 def _cached_digest(folder: Path) -> str | None:
-    content = model_cache.marker(folder)
+    content = user_cache.marker(folder)
     return content["files"]["model.safetensors"]["sha256"] if content else None
 
 

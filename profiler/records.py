@@ -410,6 +410,11 @@ class ArmRecord(Record):
     memory: MemoryRecord | None = None
     choices: list[Choice] = Field(default_factory=list)
 
+    @property
+    def by_token(self) -> bool:
+        """Whether each token is decided about, rather than whole sequences or nothing."""
+        return self.scope == "token"
+
 
 class CellRecord(Record):
     """One cell of the sweep. `length` is the prompt length (prefill) or the context (decode), in tokens.

@@ -21,8 +21,8 @@ from profiler.execution.history_router import VARIANTS
 from profiler.methods import Losses
 from profiler.methods.hero import Hero, HeroObjective
 from profiler.recorder import Recorder
+from tests.profiler.methods.hero_models import scores_of, stir
 from tests.profiler.methods.hero_reference import Mistake, hero_forward
-from tests.profiler.methods.test_hero import scores_of, stir
 from tests.profiler.tiny import exact_model, padded, prompts_of, random_model, wrapped
 
 LENGTHS = [7, 3, 5]

@@ -1,8 +1,8 @@
 """Operators of torch whose C++ source lies beside the Python that calls them: compiled here, once, at first use.
 
 The source is compiled against the torch that is installed, by $CXX or the machine's own compiler, and kept in the
-user's cache under what it was made of: source, torch, compiler and flags. A machine without a compiler is no error:
-`Uncompiled` says why, and whoever asks has another way.
+user's cache under what it was made of: source, torch, C library and flags. Once there, no compiler is needed. A machine
+without one is no error: `Uncompiled` says why, and whoever asks has another way.
 
 torch is imported where something is loaded: the doctor asks for the compiler where torch may be broken.
 
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -34,18 +36,25 @@ class Uncompiled(Exception):
     """Why an operator cannot be had, as the end of a sentence."""
 
 
-def compiler() -> list[str] | None:
-    """The command that compiles C++: $CXX, else g++ or c++; None where there is none."""
-    wanted = shlex.split(os.environ.get("CXX", ""))
-    names = wanted[:1] or ["g++", "c++"]
-    found = next((path for path in map(shutil.which, names) if path), None)
-    return None if found is None else [found, *wanted[1:]]
+def compiler() -> list[str]:
+    """The command that compiles C++: $CXX, else g++ or c++.
+
+    Raises:
+        Uncompiled: there is none.
+    """
+    named = os.environ.get("CXX", "")
+    try:
+        wanted = shlex.split(named)
+    except ValueError as error:
+        raise Uncompiled(f"$CXX ({named}) is no command: {error}") from error
+    found = next((path for path in map(shutil.which, wanted[:1] or ["g++", "c++"]) if path), None)
+    if found is None:
+        raise Uncompiled(f"$CXX ({named}) is not there" if wanted else "there is no C++ compiler (g++ or c++)")
+    return [found, *wanted[1:]]
 
 
 def load(source: Path, flags: Sequence[str] = ()) -> None:
     """Register the operators of `source` with torch, compiling it first where this machine has not yet.
-
-    Call it once a process: torch refuses an operator that it has.
 
     Args:
         source: a C++ file that registers operators (`TORCH_LIBRARY`) and uses nothing but torch and C++ itself.
@@ -56,34 +65,34 @@ def load(source: Path, flags: Sequence[str] = ()) -> None:
     """
     import torch
 
-    command = compiler()
-    if command is None:
-        raise Uncompiled("there is no C++ compiler (g++, c++ or $CXX)")
-    text = source.read_text(encoding="utf-8")
-    parts = [text, str(torch.__version__), *command, _output([*command, "--version"]), *FLAGS, *flags]
-    identity = hashlib.sha256("\0".join(parts).encode())
-    name = f"{source.stem}-{identity.hexdigest()[:16]}"
+    text, platform_ = source.read_text(encoding="utf-8"), [platform.machine(), *platform.libc_ver()]
+    parts = "\0".join([text, str(torch.__version__), *platform_, *FLAGS, *flags])
+    identity = hashlib.sha256(parts.encode()).hexdigest()
+    name, file = f"{source.stem}-{identity[:16]}", f"{source.stem}.so"
 
     def build(folder: Path) -> None:
-        home = Path(torch.__file__).parent
+        home, library = Path(torch.__file__).parent, folder / file
         paths = [f"-I{home / below}" for below in ("include", "include/torch/csrc/api/include")]
-        library = ["-o", str(folder / f"{source.stem}.so"), f"-L{home / 'lib'}", *LIBRARIES]
-        _output([*command, *FLAGS, *flags, *paths, "-shared", str(source), *library])
+        into = ["-o", str(library), f"-L{home / 'lib'}", *LIBRARIES]
+        _compile([*compiler(), *FLAGS, *flags, *paths, "-shared", str(source), *into])
+        if not library.is_file():
+            raise Uncompiled(f"{compiler()[0]} made nothing of it")
 
     try:
-        folder = user_cache.build(name, identity.hexdigest(), build, NEEDS_BYTES, kind="operators")
-        torch.ops.load_library(folder / f"{source.stem}.so")
+        folder = user_cache.entry(name, "operators")
+        if user_cache.fault(folder, identity) is not None:
+            folder = user_cache.build(name, identity, build, NEEDS_BYTES, kind="operators")
+        torch.ops.load_library(folder / file)
     except (InputError, OSError) as error:
-        raise Uncompiled(str(error)) from error
+        raise Uncompiled(f"{error} {error.__cause__ or ''}".strip()) from error
 
 
-def _output(command: Sequence[str]) -> str:
+def _compile(command: Sequence[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-    except subprocess.CalledProcessError as error:
-        lines = [line for line in error.stderr.splitlines() if "error" in line] or error.stderr.splitlines()
-        first = lines[0].strip() if lines else f"exit code {error.returncode}"
-        raise Uncompiled(f"{command[0]} refused it: {first}") from error
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Uncompiled(f"{command[0]} did not run: {error}") from error
-    return done.stdout
+    if done.returncode:
+        lines = done.stderr.splitlines()
+        said = next((line for line in lines if re.search(r"\berror:", line)), lines[0] if lines else "")
+        raise Uncompiled(f"{command[0]} refused it: {said.strip() or f'exit code {done.returncode}'}")

@@ -204,11 +204,11 @@ def pip() -> Check:
 
 def compiler() -> Check:
     """Operators of our own are compiled at first use."""
-    command = compiled.compiler()
-    if command is not None:
-        return Check("C++ compiler", "ok", " ".join(command))
-    detail = "none: on a CPU, experts of strategy packed are multiplied one by one, which takes longer"
-    return Check("C++ compiler", "warn", detail, "install g++, or name another compiler in CXX")
+    try:
+        return Check("C++ compiler", "ok", " ".join(compiled.compiler()))
+    except compiled.Uncompiled as error:
+        detail = f"{error}: on a CPU, experts of strategy packed are then multiplied one by one, which takes longer"
+        return Check("C++ compiler", "warn", detail, "install g++, or name another compiler in CXX")
 
 
 def cache() -> Check:

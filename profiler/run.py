@@ -224,9 +224,12 @@ def carry_out(
         with ranks.guarded():
             ranks.describe()
         manifest.ranks = ranks.records
-    for record in (arm.record.parallel for arm in prepared.arms):
-        if record is not None:
-            record.nodes = [each.host for each in ranks.records] or [manifest.host]
+    parallel = [arm.record.parallel for arm in prepared.arms if arm.record.parallel is not None]
+    with ranks.guarded():
+        products_R = ranks.gather([record.products for record in parallel])
+    for place, record in enumerate(parallel):
+        record.nodes = [each.host for each in ranks.records] or [manifest.host]
+        record.products = said_by_ranks([products[place] for products in products_R])
     with (
         opened(lambda: _writer(folder, manifest, spec.to_yaml(), resume, ranks)) as writer,
         ranks.guarded(),
@@ -235,6 +238,18 @@ def carry_out(
             training_copy.keep(folder, manifest.arms)
         _run(prepared, writer, progress, ranks)
     return writer.folder
+
+
+def said_by_ranks(said_R: list[str | None]) -> str | None:
+    """What every rank says of itself as one: each thing said once, with who says it where they differ."""
+    if len(set(said_R)) == 1:
+        return said_R[0]
+    who: dict[str, list[int]] = {}
+    for rank, said in enumerate(said_R):
+        who.setdefault(said or "not said", []).append(rank)
+    return "; ".join(
+        f"rank{'s' if len(which) > 1 else ''} {', '.join(map(str, which))}: {said}" for said, which in who.items()
+    )
 
 
 def _writer(folder: Path, manifest: Manifest, spec_yaml: str, resume: bool, ranks: Ranks) -> RunWriter:

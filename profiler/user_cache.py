@@ -43,7 +43,10 @@ def cache_dir() -> Path:
         InputError: none of the three names a place (no home directory).
     """
     if own := os.environ.get("GATEWISE_CACHE"):
-        return Path(own).expanduser().absolute()
+        try:
+            return Path(own).expanduser().absolute()
+        except RuntimeError as error:
+            raise InputError(f"GATEWISE_CACHE ({own}) is in the home directory of nobody") from error
     xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if xdg.is_absolute():  # the XDG specification says to ignore a relative one
         return xdg / "gatewise"

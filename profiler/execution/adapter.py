@@ -42,6 +42,8 @@ class Adapter(nn.Module):
 
     def forward(self, u: Tensor, scale_n: Tensor | None = None) -> Tensor:
         """`[n, d]` → `[n, d]`, times a factor a row: multiplied in between, where a row is d_r numbers and not d."""
+        if torch.is_grad_enabled():
+            self._aligned.forget()
         return cast(Tensor, self.W2(scaled(F.silu(self.W1(u)), scale_n)))
 
     def first(self, u: Tensor, count_1: Tensor) -> Tensor:

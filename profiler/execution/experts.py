@@ -216,6 +216,9 @@ class Experts(nn.Module):
         Returns:
             `[N, d]` in the dtype of `x_Nd`; 0 for a row that chose none.
         """
+        if torch.is_grad_enabled() and self.weights.requires_grad:
+            for kept in (self._padded, self._laid, self._panels):
+                kept.forget()
         if strategy == "sequential":
             return self._sequential(x_Nd, to, products)
         if strategy == "packed":

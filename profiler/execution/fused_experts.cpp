@@ -1,19 +1,22 @@
 // SwiGLU experts of one width over the rows that chose them, on a CPU: the operator `gatewise::fused_experts`.
 //
 // Of each expert a thread gathers its rows, multiplies them by W_gate and W_up a few columns at a time, applies
-// SiLU(gate) * up to what is still in the first-level cache, and multiplies that by W_down. Products are oneDNN's
-// small ones (brgemm), called through torch, with sums in float32; nothing between rows and results goes to memory.
+// SiLU(gate) * up to the sums while they are in the cache, and multiplies that by W_down. Products are oneDNN's small
+// ones (brgemm), called through torch, with sums in float32; nothing between rows and results goes to memory.
 // Where there are fewer experts with rows than keep all threads busy, the columns of each are shared out instead.
 //
 // Weights of an expert are panels of 64 columns, one after the other (`fused_experts.py` makes them):
-//   of gate and up: 32 columns of W_gate^T beside the same 32 of W_up^T, [d, 64] each, widths filled up to 32;
-//   of W_down^T: [width, 64] each, hidden sizes filled up to 64.
-// In bfloat16 two neighbouring rows of a panel are interleaved, as its products take them.
+//   of gate and up: 32 columns of W_gate^T beside the same 32 of W_up^T, [d, 64] each;
+//   of W_down: [width, 64] each.
+// The last of each may have fewer columns: numbers of columns are filled up to `kLanes`, as any product does inside.
+// In bfloat16 two neighbouring rows of a panel are interleaved, as its products take them, and odd numbers of rows
+// filled up with zeros.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/vec.h>
 #include <ATen/native/CPUBlas.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -29,13 +32,16 @@ namespace {
 using at::BFloat16;
 using Lanes = at::vec::Vectorized<float>;
 
-constexpr int64_t kPanel = 64;           // columns of a panel
+constexpr int64_t kLanes = Lanes::size(); // numbers of a vector
+constexpr int64_t kPanel = 64;           // columns of a panel, at most
 constexpr int64_t kHalf = kPanel / 2;    // of which gate, and up, have this many
+static_assert(kHalf == 2 * kLanes);
 constexpr int64_t kBlock = 64;           // rows of a product, at most: oneDNN compiles one for each number of rows
-constexpr int64_t kDepth = 2048;          // and its depth
+constexpr int64_t kDepth = 2048;         // depth of a product, at most
 constexpr int64_t kChunk = 256;          // rows of an expert that one thread takes at a time, at most
 constexpr int64_t kCacheBytes = 1 << 18; // and at most so many bytes of them
 constexpr int64_t kPerThread = 2;        // pieces of work a thread should find at least
+constexpr int64_t kLargest = 1 << 24;    // width and hidden size, so that products of both can be counted
 
 int64_t rounded(int64_t count, int64_t multiple) {
   return (count + multiple - 1) / multiple * multiple;
@@ -44,19 +50,22 @@ int64_t rounded(int64_t count, int64_t multiple) {
 template <typename T>
 constexpr bool interleaved = std::is_same_v<T, BFloat16>;
 
-// Hidden size as the first product sees it.
+// Rows of a panel as products take them.
 template <typename T>
-int64_t inner(int64_t hidden) {
-  return interleaved<T> ? rounded(hidden, 2) : hidden;
+int64_t filled(int64_t rows) {
+  return interleaved<T> ? rounded(rows, 2) : rows;
 }
 
-void store(float* to, Lanes a, Lanes b) {
-  a.store(to);
-  b.store(to + Lanes::size());
+// The first `count` numbers of two vectors.
+void store(float* to, Lanes a, Lanes b, int64_t count) {
+  a.store(to, std::min(count, kLanes));
+  if (count > kLanes) {
+    b.store(to + kLanes, count - kLanes);
+  }
 }
 
-void store(BFloat16* to, Lanes a, Lanes b) {
-  at::vec::convert_float_bfloat16(a, b).store(to);
+void store(BFloat16* to, Lanes a, Lanes b, int64_t count) {
+  at::vec::convert_float_bfloat16(a, b).store(to, count);
 }
 
 Lanes exponential(Lanes x, const float*) {
@@ -73,11 +82,15 @@ struct Layer {
   const T* x;
   const int64_t* rows;
   T* y;
-  int64_t hidden, width; // width filled up to kHalf
+  int64_t hidden, width;
 
-  int64_t depth() const { return inner<T>(hidden); }
-  int64_t first_panels() const { return width / kHalf; }
-  int64_t last_panels() const { return rounded(hidden, kPanel) / kPanel; }
+  int64_t depth() const { return filled<T>(hidden); } // of the first products, and how far apart gathered rows are
+  int64_t inner() const { return filled<T>(width); }  // of the last ones, and how far apart hidden rows are
+  int64_t first_columns() const { return 2 * rounded(width, kLanes); }
+  int64_t last_columns() const { return rounded(hidden, kLanes); }
+  int64_t first_panels() const { return rounded(first_columns(), kPanel) / kPanel; }
+  int64_t last_panels() const { return rounded(last_columns(), kPanel) / kPanel; }
+  int64_t weights_of_expert() const { return first_columns() * depth() + last_columns() * inner(); }
   int64_t chunk() const {
     const int64_t fitting = kCacheBytes / (depth() * static_cast<int64_t>(sizeof(T))) / kBlock * kBlock;
     return std::clamp(fitting, kBlock, kChunk);
@@ -101,20 +114,21 @@ struct Scratch {
     static thread_local Scratch scratch;
     const auto rows = static_cast<size_t>(layer.chunk());
     scratch.x.resize(std::max(scratch.x.size(), rows * layer.depth()));
-    scratch.hidden.resize(std::max(scratch.hidden.size(), rows * layer.width));
+    scratch.hidden.resize(std::max(scratch.hidden.size(), rows * layer.inner()));
     scratch.sums.resize(kChunk * kPanel);
     return scratch;
   }
 };
 
-// Rows of `a` by one panel into `sums`. Of a long panel a part at a time, which then stays in the second-level cache.
+// Rows of `a` by a panel of `columns` into `sums`, rows kPanel apart. Of a deep panel a part at a time, which then stays
+// in the second-level cache.
 template <typename T>
-void multiply(int64_t rows, int64_t depth, const T* a, const T* panel, float* sums) {
+void multiply(int64_t rows, int64_t depth, int64_t columns, const T* a, const T* panel, float* sums) {
   for (int64_t k = 0; k < depth; k += kDepth) {
     for (int64_t m = 0; m < rows; m += kBlock) {
       at::native::cpublas::brgemm(
-          std::min(kBlock, rows - m), kPanel, std::min(kDepth, depth - k), depth, kPanel, kPanel, k > 0,
-          a + m * depth + k, panel + k * kPanel, sums + m * kPanel, interleaved<T>);
+          std::min(kBlock, rows - m), columns, std::min(kDepth, depth - k), depth, columns, kPanel, k > 0,
+          a + m * depth + k, panel + k * columns, sums + m * kPanel, interleaved<T>);
     }
   }
 }
@@ -128,25 +142,28 @@ void gather(const Layer<T>& layer, const Piece<T>& piece, Scratch<T>& scratch) {
   }
 }
 
-// SiLU(x·W_gate) * (x·W_up) of panels [from, to), into `hidden`, `layer.width` wide.
+// SiLU(x·W_gate) * (x·W_up) of panels [from, to), into `hidden`.
 template <typename T>
 void gate_and_up(
     const Layer<T>& layer, const Piece<T>& piece, int64_t from, int64_t to, Scratch<T>& scratch, T* hidden) {
   const Lanes one(1.0F);
-  const T* panel = piece.weights + from * layer.depth() * kPanel;
-  for (int64_t j = from; j < to; ++j, panel += layer.depth() * kPanel) {
-    multiply(piece.count, layer.depth(), scratch.x.data(), panel, scratch.sums.data());
+  for (int64_t j = from; j < to; ++j) {
+    const int64_t columns = std::min(kPanel, layer.first_columns() - j * kPanel), half = columns / 2;
+    const int64_t wanted = std::min(half, layer.width - j * kHalf);
+    const T* panel = piece.weights + j * kPanel * layer.depth();
+    multiply(piece.count, layer.depth(), columns, scratch.x.data(), panel, scratch.sums.data());
     for (int64_t i = 0; i < piece.count; ++i) {
-      const float* gate = scratch.sums.data() + i * kPanel;
-      T* into = hidden + i * layer.width + j * kHalf;
-      for (int64_t c = 0; c < kHalf; c += 2 * Lanes::size()) {
-        Lanes each[2];
-        for (int64_t k = 0; k < 2; ++k) {
-          const float* at = gate + c + k * Lanes::size();
-          const Lanes x = Lanes::loadu(at);
-          each[k] = x / (one + exponential(x.neg(), into)) * Lanes::loadu(at + kHalf);
-        }
-        store(into + c, each[0], each[1]);
+      const float* sums = scratch.sums.data() + i * kPanel;
+      T* row = hidden + i * layer.inner();
+      T* into = row + j * kHalf;
+      Lanes each[2];
+      for (int64_t k = 0; k < half / kLanes; ++k) {
+        const Lanes gate = Lanes::loadu(sums + k * kLanes);
+        each[k] = gate / (one + exponential(gate.neg(), into)) * Lanes::loadu(sums + half + k * kLanes);
+      }
+      store(into, each[0], each[1], wanted);
+      if (j + 1 == layer.first_panels()) {
+        std::fill(row + layer.width, row + layer.inner(), T(0));
       }
     }
   }
@@ -155,20 +172,16 @@ void gate_and_up(
 // hidden·W_down of panels [from, to), into the piece's results.
 template <typename T>
 void down(const Layer<T>& layer, const Piece<T>& piece, int64_t from, int64_t to, Scratch<T>& scratch, const T* hidden) {
-  const T* panel = piece.weights + (layer.first_panels() * layer.depth() + from * layer.width) * kPanel;
-  T filled[kPanel];
-  for (int64_t j = from; j < to; ++j, panel += layer.width * kPanel) {
-    const int64_t columns = std::min(kPanel, layer.hidden - j * kPanel);
-    multiply(piece.count, layer.width, hidden, panel, scratch.sums.data());
+  for (int64_t j = from; j < to; ++j) {
+    const int64_t columns = std::min(kPanel, layer.last_columns() - j * kPanel);
+    const int64_t wanted = std::min(columns, layer.hidden - j * kPanel);
+    const T* panel = piece.weights + layer.first_columns() * layer.depth() + j * kPanel * layer.inner();
+    multiply(piece.count, layer.inner(), columns, hidden, panel, scratch.sums.data());
     for (int64_t i = 0; i < piece.count; ++i) {
       const float* sums = scratch.sums.data() + i * kPanel;
-      T* y = layer.y + (piece.start + i) * layer.hidden + j * kPanel;
-      T* into = columns == kPanel ? y : filled;
-      for (int64_t c = 0; c < kPanel; c += 2 * Lanes::size()) {
-        store(into + c, Lanes::loadu(sums + c), Lanes::loadu(sums + c + Lanes::size()));
-      }
-      if (into != y) {
-        std::memcpy(y, filled, columns * sizeof(T));
+      T* into = layer.y + (piece.start + i) * layer.hidden + j * kPanel;
+      for (int64_t c = 0; c < wanted; c += 2 * kLanes) {
+        store(into + c, Lanes::loadu(sums + c), Lanes::loadu(sums + c + kLanes), std::min(2 * kLanes, wanted - c));
       }
     }
   }
@@ -206,19 +219,19 @@ void run(const Layer<T>& layer, std::vector<Piece<T>> pieces) {
   }
   const int64_t parts = (wanted + size - 1) / size;
   // Not by `vector`, which would fill it with zeros.
-  const std::unique_ptr<T[]> hidden(new T[size * layer.chunk() * layer.width]);
+  const std::unique_ptr<T[]> hidden(new T[size * layer.chunk() * layer.inner()]);
   share_out(layer, size, parts, [&](int64_t nth, int64_t part, Scratch<T>& scratch) {
     const int64_t panels = layer.first_panels();
     gather(layer, pieces[nth], scratch);
     gate_and_up(
         layer, pieces[nth], panels * part / parts, panels * (part + 1) / parts, scratch,
-        hidden.get() + nth * layer.chunk() * layer.width);
+        hidden.get() + nth * layer.chunk() * layer.inner());
   });
   share_out(layer, size, parts, [&](int64_t nth, int64_t part, Scratch<T>& scratch) {
     const int64_t panels = layer.last_panels();
     down(
         layer, pieces[nth], panels * part / parts, panels * (part + 1) / parts, scratch,
-        hidden.get() + nth * layer.chunk() * layer.width);
+        hidden.get() + nth * layer.chunk() * layer.inner());
   });
 }
 
@@ -227,9 +240,8 @@ void fused_experts_of(
     const at::Tensor& x, const at::Tensor& rows, at::IntArrayRef counts, int64_t width, const at::Tensor& weights,
     at::Tensor& out) {
   Layer<T> layer{
-      x.const_data_ptr<T>(), rows.const_data_ptr<int64_t>(), out.mutable_data_ptr<T>(), x.size(1),
-      rounded(width, kHalf)};
-  const int64_t each = (layer.first_panels() * layer.depth() + layer.last_panels() * layer.width) * kPanel;
+      x.const_data_ptr<T>(), rows.const_data_ptr<int64_t>(), out.mutable_data_ptr<T>(), x.size(1), width};
+  const int64_t each = layer.weights_of_expert();
   TORCH_CHECK(weights.size(1) == each, "weights of an expert must be ", each, " numbers, are ", weights.size(1));
   std::vector<Piece<T>> pieces;
   int64_t start = 0;
@@ -253,14 +265,16 @@ void fused_experts(
   TORCH_CHECK(x.dim() == 2 && out.dim() == 2 && weights.dim() == 2 && rows.dim() == 1, "wrong number of dimensions");
   TORCH_CHECK(
       x.is_contiguous() && out.is_contiguous() && weights.is_contiguous() && rows.is_contiguous(), "not contiguous");
-  TORCH_CHECK(rows.scalar_type() == at::kLong && width > 0, "rows must be int64 and width above 0");
+  TORCH_CHECK(rows.scalar_type() == at::kLong, "rows must be int64");
+  TORCH_CHECK(width > 0 && width <= kLargest, "width must be 1 to ", kLargest, ", is ", width);
+  TORCH_CHECK(x.size(1) > 0 && x.size(1) <= kLargest, "rows of x must have 1 to ", kLargest, " numbers");
   TORCH_CHECK(weights.size(0) == static_cast<int64_t>(counts.size()), "as many counts as experts");
   int64_t pairs = 0;
   for (const int64_t count : counts) {
-    TORCH_CHECK(count >= 0, "counts must be at least 0");
+    TORCH_CHECK(count >= 0 && count <= rows.numel() - pairs, "counts must be at least 0 and sizes fit together");
     pairs += count;
   }
-  TORCH_CHECK(pairs == rows.numel() && pairs == out.size(0) && out.size(1) == x.size(1), "sizes do not fit together");
+  TORCH_CHECK(pairs == rows.numel() && pairs == out.size(0) && out.size(1) == x.size(1), "sizes must fit together");
   const int64_t* each = rows.const_data_ptr<int64_t>();
   TORCH_CHECK(
       std::all_of(each, each + pairs, [&](int64_t row) { return row >= 0 && row < x.size(0); }), "no such row of x");
@@ -279,4 +293,9 @@ TORCH_LIBRARY(gatewise, library) {
 
 TORCH_LIBRARY_IMPL(gatewise, CPU, library) {
   library.impl("fused_experts", fused_experts);
+}
+
+// It has no derivative, and says so to forward-mode differentiation instead of losing a tangent.
+TORCH_LIBRARY_IMPL(gatewise, Autograd, library) {
+  library.impl("fused_experts", torch::autograd::autogradNotImplementedFallback());
 }

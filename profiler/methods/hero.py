@@ -554,6 +554,7 @@ class Hero(Trainable):
         if isinstance(self._route, ForcedTokens):
             walk.forced_LN = self._route.open_rows(len(self.routable), sequences, device)
         if torch.is_grad_enabled():
+            self._folded.forget()
             walk.math = PlainMath(self.router)
         else:
             walk.math = self._folded.of(self.router.parameters(), partial(FoldedMath, self.router))

@@ -524,7 +524,8 @@ class Mohge(MohgeTraining):
         block, recorder = self.blocks[layer], self.recorder
         sequences = cast(Sequences, self.tracker.current)
         with recorder.span("dispatch", layer):
-            u_Nd = u.flatten(0, 1)
+            # In training experts are float32 over a backbone that may not be.
+            u_Nd = u.flatten(0, 1).to(block.experts.weights.dtype)
             real_N = None if sequences.real_BT is None else sequences.real_BT.flatten()
             routing = cast(Routing, block.router(u_Nd))
             with recorder.span("router", layer):
@@ -543,12 +544,12 @@ class Mohge(MohgeTraining):
                     block.experts, self.config.strategy, u_Nd, choice_NK, weight, recorder, layer, SITE,
                     real_N=real_N, full=full,
                 )  # fmt: skip
-                return (y_Nd if y_shared_Nd is None else y_Nd + y_shared_Nd).view_as(u)
-            to = dispatch(choice_NK, weight, len(self.design.widths), real_N, full=full)
-            if self.config.strategy != "sequential":  # which calls the entries, where rows are counted
-                recorder.entered(layer, SITE, 0, to.count_E)
-            y_Nd = block.experts.run(self.config.strategy, u_Nd, to, partial(recorder.span, SITE, layer))
-            return (y_Nd if y_shared_Nd is None else y_Nd + y_shared_Nd).view_as(u)
+            else:
+                to = dispatch(choice_NK, weight, len(self.design.widths), real_N, full=full)
+                if self.config.strategy != "sequential":  # which calls the entries, where rows are counted
+                    recorder.entered(layer, SITE, 0, to.count_E)
+                y_Nd = block.experts.run(self.config.strategy, u_Nd, to, partial(recorder.span, SITE, layer))
+            return (y_Nd if y_shared_Nd is None else y_Nd + y_shared_Nd).view_as(u).to(u.dtype)
 
     def _decide(self, layer: int, routing: Routing, sequences: Sequences) -> tuple[Tensor, Tensor, bool]:
         """Experts of each row and their weights, `[N, K]`, and whether each row has K of them."""

@@ -15,7 +15,7 @@ import pytest
 from analysis.balance_report import balances
 from analysis.latency import step_samples
 from profiler.errors import InputError
-from profiler.run import run
+from profiler.run import run, said_by_ranks
 from profiler.store import Run
 from profiler.tracing import SUFFIX
 from tests.profiler import rank_runs
@@ -127,6 +127,17 @@ def test_dispatch_says_who_sent_how_much_to_whom(folder: Path, attention: str) -
     both = out.merge(back, on=[*key, "source", "destination"], suffixes=("", "_back"))
     assert len(both) == len(out) == len(back)
     assert (both["tokens"] == both["tokens_back"]).all()
+
+
+@pytest.mark.parametrize("attention", MODES)
+def test_how_experts_were_multiplied_is_said_for_every_rank(folder: Path, alone: Run, attention: str) -> None:
+    def products(run: Run) -> dict[str, str | None]:
+        return {arm.name: arm.parallel.products for arm in run.manifest.arms if arm.parallel is not None}
+
+    assert products(Run(folder / attention)) == products(alone)
+    assert all(products(alone).values())
+    assert said_by_ranks([None, None]) is None
+    assert said_by_ranks(["by a", "by b", "by a"]) == "ranks 0, 2: by a; rank 1: by b"
 
 
 @pytest.mark.parametrize("attention", MODES)

@@ -26,8 +26,8 @@ def tiny(*overrides: str) -> Recipe:
     return recipes.load("mohge-tiny", ["training.threads=1", *overrides])
 
 
-def handle_of(**changes: Any) -> Mohge:
-    model = models.load("tiny", device="cpu").model
+def handle_of(dtype: str = "float32", **changes: Any) -> Mohge:
+    model = models.load("tiny", dtype, "cpu").model
     config = methods.configure("mohge", {**tiny().method.options, **changes})
     found = methods.load("mohge").wrap(model, config, Recorder())
     assert isinstance(found, Mohge)
@@ -118,6 +118,20 @@ def test_every_part_that_took_part_has_a_gradient() -> None:
     parts = handle.trainables()
     without = [name for name, parameter in parts.items() if parameter.grad is None or not parameter.grad.any()]
     assert without == []
+
+
+@pytest.mark.parametrize("strategy", ["packed", "per_width", "padded", "sequential"])
+def test_experts_are_trained_in_float32_over_a_bfloat16_model_that_is_kept(strategy: str) -> None:
+    handle = handle_of("bfloat16", backbone="kept", strategy=strategy)
+    ids_BT, mask_BT = batch()
+    found = handle.losses(ids_BT, mask_BT, None, tokens=8, sequences=2)
+    found.total.backward()
+    assert {parameter.dtype for parameter in handle.trainables().values()} == {torch.float32}
+    assert handle.model.get_input_embeddings().weight.dtype == torch.bfloat16
+    wanted = handle_of(backbone="kept", strategy=strategy).losses(ids_BT, mask_BT, None, tokens=8, sequences=2)
+    assert float(found.nll) == pytest.approx(float(wanted.nll), rel=0.02)
+    with torch.no_grad():
+        assert handle.model(input_ids=ids_BT, attention_mask=mask_BT).logits.dtype == torch.bfloat16
 
 
 def test_several_ranks_and_checkpointing_are_refused() -> None:

@@ -49,6 +49,12 @@ def test_own_variable_wins_over_xdg_and_xdg_over_home(monkeypatch, tmp_path):
     assert user_cache.cache_dir() == Path("/h/mine")
 
 
+def test_a_home_directory_of_nobody_is_a_sentence(monkeypatch):
+    monkeypatch.setenv("GATEWISE_CACHE", "~nobody-of-this-name/x")
+    with pytest.raises(InputError, match=r"^GATEWISE_CACHE \(~nobody-of.*/x\) is in the home directory of nobody$"):
+        user_cache.cache_dir()
+
+
 def test_marker_lists_sizes_and_digests_of_every_file():
     folder = built()
     assert json.loads((folder / "complete.json").read_text()) == {

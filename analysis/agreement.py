@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from analysis.resampling import means
 from analysis.skips import HELD_OUT, Skips, skips
+from analysis.wording import how_many
 from profiler.errors import InputError
 from profiler.store import Run
 
@@ -49,7 +50,8 @@ def agreement(sides: Sequence[Side], cell: str = HELD_OUT) -> pd.DataFrame:
     for (first, a), (second, b) in combinations(found, 2):
         if a.columns != b.columns:
             raise InputError(
-                f"{first} decides about {len(a.columns)} layers and {second} about {len(b.columns)}, or other ones: "
+                f"{first} decides about {how_many(len(a.columns), 'layer')} and {second} about {len(b.columns)}, or "
+                "other ones: "
                 "their patterns cannot be compared"
             )
         line: dict[str, Any] = {"first": first, "second": second, "cell": cell, "requests": 0, "note": ""}
@@ -65,7 +67,7 @@ def agreement(sides: Sequence[Side], cell: str = HELD_OUT) -> pd.DataFrame:
             line["by_chance"] = float((p * q + (1 - p) * (1 - q)).mean())
         notes = [] if len(mine) else ["no input in common"]
         if other:
-            notes.append(f"{other} inputs of the same name and another text left out")
+            notes.append(f"{how_many(other, 'input')} of the same name and another text left out")
         lines.append(line | {"note": "; ".join(notes)})
     return pd.DataFrame(lines, columns=list(AGREEMENT_COLUMNS))
 

@@ -120,7 +120,7 @@ def traffic(frame: pd.DataFrame, arm: str, look: Look) -> go.Figure:
             z=[[None if a == b else of[a, b].bytes_per_step for b in ranks] for a in ranks],
             customdata=[
                 [f"{plain(str(of[a, b].link))}: {wording.size(of[a, b].bytes_per_step)} a step, "
-                 f"{wording.count(of[a, b].tokens)} tokens" for b in ranks] for a in ranks
+                 f"{wording.how_many(of[a, b].tokens, 'token')}" for b in ranks] for a in ranks
             ],
             hovertemplate="rank %{y} to rank %{x}, %{customdata}<extra></extra>", zmin=0, zmax=most or 1.0,
             colorscale=[[0.0, EMPTY], [1.0, tint(look.colours[arm], 0.75)]], showscale=False, xgap=2, ygap=2,
@@ -206,9 +206,10 @@ def windows(frame: pd.DataFrame, in_force: str | None, look: Look, arm: str) -> 
                 name=plain(name) + (" (in force)" if name == in_force else ""), legendgroup=name, showlegend=col == 1,
                 line={"color": colour, "width": 3 if name == in_force else 1.5},
                 marker={"symbol": symbol, "size": 8, "color": colour},
-                customdata=[[wording.count(r.window), wording.count(r.n)] for r in own.itertuples()],
-                hovertemplate=f"{plain(name)}, windows of %{{customdata[0]}} tokens, P{percentile} of "
-                              "%{customdata[1]} values: %{y:.3f}<extra></extra>", row=1, col=col,
+                customdata=[[wording.how_many(r.window, "token"), wording.how_many(r.n, "value")]
+                            for r in own.itertuples()],
+                hovertemplate=f"{plain(name)}, windows of %{{customdata[0]}}, P{percentile} of "
+                              "%{customdata[1]}: %{y:.3f}<extra></extra>", row=1, col=col,
             )  # fmt: skip
         few = frame[(frame["percentile"] == percentile) & frame["marked"]]
         if len(few):

@@ -111,10 +111,13 @@ def _sentence(layout: Layout) -> str:
     """What was there: experts, ranks, nodes, placement."""
     widths = sorted(set(layout.experts.widths))
     wide = f"width {widths[0]}" if len(widths) == 1 else f"widths {', '.join(str(width) for width in widths)}"
-    what = f"{len(layout.experts.widths)} experts of {wide} in each of {len(layout.layers)} layers"
+    experts, layers = (
+        wording.how_many(len(of), noun) for of, noun in ((layout.experts.widths, "expert"), (layout.layers, "layer"))
+    )
+    what = f"{experts} of {wide} in each of {layers}"
     if layout.ran_on > 1:
         nodes = len(set(layout.nodes))
-        on = f"on {nodes} node{'s' if nodes > 1 else ''}, " if nodes else ""
+        on = f"on {wording.how_many(nodes, 'node')}, " if nodes else ""
         return (
             f"{what}, on {layout.ran_on} ranks {on}placed {layout.in_force}; attention "
             f"{layout.attention.replace('_', ' ')}."
@@ -153,7 +156,7 @@ def _headlines(layout: Layout, found: pd.DataFrame) -> list[str]:
                 else f"in {label}, of the placements compared on {layout.experts.ranks} ranks, predicted,"
             )
             said.append(
-                f"{where} {', '.join(alike)} {'has' if len(alike) == 1 else 'have'} the lowest P95{few}, "
+                f"{where} {wording.listed(alike)} {'has' if len(alike) == 1 else 'have'} the lowest P95{few}, "
                 f"{wording.number(value[best, 95])} ×"
                 + (f" (fitted on {fitted}{', these included' if fitted_here else ''})" if fitted else "")
             )
@@ -211,7 +214,7 @@ def window_figures(found: Balance, look: Look, cell: str | None = None) -> dict[
     drawn = {}
     for (_, order), rows in tails.groupby(["cell", "order"], sort=False):
         first = next(rows.itertuples())
-        label = f"{balance_tables.cell_label(first)}: {wording.count(first.tokens)} tokens {order}"
+        label = f"{balance_tables.cell_label(first)}: {wording.how_many(first.tokens, 'token')} {order}"
         drawn[label] = balance_charts.windows(rows, found.layout.in_force, look, found.arm)
     return drawn
 

@@ -19,6 +19,7 @@ import pandas as pd
 from analysis import quality
 from analysis.diagnostics import eligibility
 from analysis.skips import HELD_OUT
+from analysis.wording import how_many
 from profiler.records import ArmRecord
 from profiler.store import Run
 
@@ -136,7 +137,8 @@ def _sentence(line: dict[str, Any]) -> str:
         if not line["like_rates"] and not skipped:
             doubt = f" {name} skips nothing here, so this is what skipping does to quality."
     verdict = _IN_WORDS[line["verdict"]]
-    return f"{arm} is {verdict} {other}: perplexity × {ratio:.3f}{spread} over {line['items']} items, {rates}.{doubt}"
+    items = how_many(line["items"], "item")
+    return f"{arm} is {verdict} {other}: perplexity × {ratio:.3f}{spread} over {items}, {rates}.{doubt}"
 
 
 _IN_WORDS = {

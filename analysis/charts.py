@@ -21,6 +21,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from analysis import wording
+from analysis.ladder import UNSUPPORTED
 from profiler.records import Manifest
 
 INK, MUTED, GRID, GHOST, PAPER = "#1f2933", "#5f6b76", "#e6e9ed", "#dfe3e8", "#ffffff"
@@ -183,17 +184,29 @@ def ladder(
         mode="markers", marker={"size": 1, "color": INK}, hoverinfo="skip", showlegend=False,
         error_x=_whiskers(rows[sampled], "value", "low", "high", INK),
     )  # fmt: skip
-    for name, value, share, high in zip(names, values, rows["value"], highs, strict=True):
+    for name, value, share, high, note in zip(names, values, rows["value"], highs, rows["note"], strict=True):
+        said = _not_measured(str(note)) if value is None else wording.percent(share)
+        # A reason has the whole of its row, in which there is no bar.
+        place = (
+            {"xref": "paper", "x": 0, "bgcolor": PAPER}
+            if "<br>" in said
+            else {"x": max(0.0, value or 0.0, high or 0.0)}
+        )
         figure.add_annotation(
-            y=name, x=max(0.0, value or 0.0, high or 0.0), xanchor="left", xshift=5, showarrow=False,
-            text="not measured" if value is None else wording.percent(share),
-            font={"color": MUTED if value is None else INK, "size": 12},
+            y=name, xanchor="left", xshift=5, showarrow=False, align="left", text=said,
+            font={"color": MUTED if value is None else INK, "size": 12}, **place,
         )  # fmt: skip
     _zero_line(figure, vertical=True)
     title = look.names[arm] + (f" against {plain(twin)}" if twin is not None else "")
     figure.update_xaxes(range=list(span or ladder_span(frame)), **(PERCENT_AXIS | {"nticks": 4}))
     figure.update_yaxes(categoryorder="array", categoryarray=names, autorange="reversed", showgrid=False)
     return finished(figure, 330, barmode="overlay", title={"text": title}, margin={"t": 40})
+
+
+def _not_measured(note: str) -> str:
+    """What stands in the place of a bar; with the reason where the machine could not give the figure."""
+    why = [part.removeprefix(UNSUPPORTED) for part in note.split("; ") if part.startswith(UNSUPPORTED)]
+    return f"not measured<br><span style='font-size:10px'>{wrapped(why[0], 52)}</span>" if why else "not measured"
 
 
 def _rung_hover(rung: str, row: Any) -> str:
@@ -300,7 +313,7 @@ def break_even(wide: pd.DataFrame, look: Look) -> go.Figure:
         )
     _zero_line(figure, vertical=False)
     first = next(wide.itertuples())
-    length = f"{first.length} tokens{' of context' if first.phase == 'decode' else ''}"
+    length = f"{wording.how_many(first.length, 'token')}{' of context' if first.phase == 'decode' else ''}"
     figure.update_xaxes(
         tickmode="array", tickvals=list(range(len(batches))), ticktext=[str(batch) for batch in batches],
         range=[-0.5, len(batches) - 0.5], showgrid=False, title={"text": f"batch (sequences), {first.phase}, {length}"},

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
+from analysis.wording import how_many
+
 NAN = float("nan")
 
 
@@ -148,7 +150,7 @@ def against_twin(
         )
         if not both.empty:
             alone = len(mine) + len(theirs) - 2 * len(both)
-            why = [f"{alone} recorded steps without a partner left out"] if alone else []
+            why = [f"{how_many(alone, 'recorded step')} without a partner left out"] if alone else []
             return Work(both, "the twin's", why)
     # No twin to compare with: what the arm would have run had every decision taken its fullest choice.
     fullest = decides.sort_values(["backbone_parameters", "flops_per_row"]).groupby(["layer", "site"]).tail(1)

@@ -18,6 +18,7 @@ import pandas as pd
 from analysis.resampling import counts, interval, means
 from analysis.routing import ALL_DOMAINS
 from analysis.skips import HELD_OUT, Skips, deciding_arms, rows_of, skips
+from analysis.wording import how_many
 from profiler.records import QUALITY_CELLS, signals_table
 from profiler.store import Run
 
@@ -104,7 +105,11 @@ def eligibility(run: Run, cell: str = HELD_OUT) -> pd.DataFrame:
 def _incomplete(found: Skips) -> str:
     if not found.requests and not found.incomplete:
         return "no decisions were recorded here"
-    return f"{found.incomplete} inputs left out, of which not every layer is recorded" if found.incomplete else ""
+    return (
+        f"{how_many(found.incomplete, 'input')} left out, of which not every layer is recorded"
+        if found.incomplete
+        else ""
+    )
 
 
 def flip_rates(run: Run, arm: str, cell: str = HELD_OUT) -> pd.DataFrame:

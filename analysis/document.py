@@ -78,6 +78,7 @@ def page(template: str, figures: Figures, **shown: Any) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
+    environment.globals["how_many"] = wording.how_many
     draw = (_TEMPLATES / "draw.js").read_text(encoding="utf-8")
     # A closing tag inside of a script would end it early; Plotly's own text has none, and this keeps it so.
     library = get_plotlyjs().replace("</script", "<\\/script")

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import duckdb
 
+from analysis.wording import how_many
 from profiler.errors import StoreError
 from profiler.records import QUALITY_CELLS, Phase
 from profiler.store import Mismatch, Run
@@ -57,7 +58,7 @@ def missing(run: Run) -> list[str]:
     for table, parts in lacking.items():
         of = f" of {len(parts)} cells" if len(parts) > 1 else f" of cell {parts[0].cell}" if parts[0].cell else ""
         there, written = sum(part.on_disk for part in parts), sum(part.written for part in parts)
-        found.append(f"table {table}{of} has {there:,} of {written:,} rows")
+        found.append(f"table {table}{of} has {there:,} of {how_many(written, 'row')}")
     return found
 
 
@@ -84,7 +85,9 @@ def _check_rows(run: Run) -> None:
         (counted,) = _fetch(run, table, run.table(table).aggregate(nulls_of))
         for column, nulls in zip(columns, counted, strict=True):
             if nulls:
-                raise StoreError(f"{run.path}: table {table} has {nulls:,} rows without a value in column {column!r}")
+                raise StoreError(
+                    f"{run.path}: table {table} has {how_many(nulls, 'row')} without a value in column {column!r}"
+                )
         for kind, known in (("arm", arms), ("cell", cells)):
             if kind not in columns:
                 continue
@@ -118,11 +121,13 @@ def _check_steps(run: Run) -> None:
         )
     timeless = _count(run, "steps", run.table("steps").filter("wall_ns <= 0"))
     if timeless:
-        raise StoreError(f"{run.path}: table steps has {timeless:,} steps of 0 ns or less, which no step takes")
+        raise StoreError(
+            f"{run.path}: table steps has {how_many(timeless, 'step')} of 0 ns or less, which no step takes"
+        )
     empty = _count(run, "scores", run.table("scores").filter("tokens <= 0"))
     if empty:
         raise StoreError(
-            f"{run.path}: table scores has {empty:,} items of 0 scored tokens or less; each has one at least"
+            f"{run.path}: table scores has {how_many(empty, 'item')} of 0 scored tokens or less; each has one at least"
         )
 
 
@@ -131,7 +136,7 @@ def _check_once(run: Run, table: str, key: list[str]) -> None:
     again = _count(run, table, rows.filter("times > 1"))
     if again:
         raise StoreError(
-            f"{run.path}: {again:,} rows of table {table} are there more than once, by {', '.join(key)}; remove the "
+            f"{run.path}: table {table} has {how_many(again, 'row')} more than once, by {', '.join(key)}; remove the "
             "copies of its parts"
         )
 

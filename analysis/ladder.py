@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 import yaml
 
-from analysis import integrity, kernels
+from analysis import integrity, kernels, wording
 from analysis.counted import NAN, Figure, against_twin, flop_skip, parameter_skip, weight_byte_skip
 from analysis.latency import cells, compare, step_samples, walls
 from profiler.errors import StoreError
@@ -50,9 +51,13 @@ HEADLINE = {
     "recorder_cost": "instrumented",
 }
 COLUMNS = (
-    "cell", "phase", "batch", "length", "arm", "twin", "rung", "variant", "value", "low", "high", "n", "numerator",
-    "denominator", "unit", "meaning", "note",
+    "cell", "phase", "batch", "length", "arm", "twin", "rung", "variant", "value", "low", "high", "n", "repeats",
+    "numerator", "denominator", "unit", "meaning", "note",
 )  # fmt: skip
+#: A slow moment outlasts a decode repeat, so pairs of one or two repeats are fewer samples than they look.
+REPEATS_TO_JUDGE = 3
+#: How the note of a rung begins whose figure its trace cannot give (MEASURES rule 13).
+UNSUPPORTED = "kernel time unsupported: "
 _COSTS = [
     "backbone_parameters", "replacement_parameters", "overhead_parameters", "flops_per_row", "flops_per_context",
     "weight_bytes",
@@ -66,7 +71,8 @@ def ladder(run: Run) -> pd.DataFrame:
         One row per (cell, arm, rung, variant), columns `COLUMNS`. `value`, `low` and `high` are shares of 1
         (`step_time`: ms), NaN where undefined, and then `note` says why. `low` and `high` are the 95 % bootstrap
         interval where something was sampled; counts of rows are exact and have none. `numerator` and `denominator`
-        are in `unit`, and `meaning` says how the value comes of them. `n`: token rows, steps or pairs behind it.
+        are in `unit`, and `meaning` says how the value comes of them. `n`: token rows, steps or pairs behind it;
+        `repeats`: how often the cell was timed, 0 where it was not closed.
         An arm that has no twin and decides nothing (dense) has rungs `step_time` and `recorder_cost` only.
 
     Raises:
@@ -77,7 +83,7 @@ def ladder(run: Run) -> pd.DataFrame:
     lines = []
     for cell in cells(run):
         for arm in run.manifest.arms:
-            base = {"cell": cell.name, "phase": cell.phase, "batch": cell.batch, "length": cell.length}
+            base = {key: getattr(cell, key) for key in ("phase", "batch", "length", "repeats")} | {"cell": cell.name}
             twin = _twin(run.manifest, arm)
             warnings = warnings_of_arm(run, arm) + warnings_of_cell(run, cell)
             for rung, variant, figure in _rungs(tables, cell, arm, twin):
@@ -95,6 +101,16 @@ def ladder(run: Run) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=list(COLUMNS))
 
 
+def judged(frame: pd.DataFrame) -> pd.Series[bool]:
+    """Of rows of `ladder`, whether anything may be concluded from their intervals: what break-even and notes go by.
+
+    True with `SAMPLES_TO_JUDGE` pairs of `REPEATS_TO_JUDGE` repeats; where the cell was not closed its repeats are
+    unknown, and pairs decide.
+    """
+    few = frame["repeats"].between(1, REPEATS_TO_JUDGE - 1)
+    return frame["low"].notna() & (frame["n"] >= SAMPLES_TO_JUDGE) & ~few
+
+
 @dataclass(frozen=True)
 class _Tables:
     """What the rungs read, per (cell, arm) where it is a frame of lines or of steps."""
@@ -105,6 +121,7 @@ class _Tables:
     choices: pd.DataFrame
     busy_ms: dict[tuple[str, str], float]
     traced: dict[tuple[str, str], int]
+    on_cpu: bool
     origin: str
     target: float | None
 
@@ -141,6 +158,7 @@ class _Tables:
             choices=choices,
             busy_ms=kernels.busy_ms(run, samples),
             traced=kernels.traced_steps(samples),
+            on_cpu=run.manifest.model is not None and run.manifest.model.device.startswith("cpu"),
             origin=run.manifest.origin,
             target=_target(run),
         )
@@ -203,7 +221,7 @@ def _rungs(tables: _Tables, cell: CellRecord, arm: ArmRecord, twin: str | None) 
     if twin is not None or bool((choices["options"] > 1).any()):
         yield from _skips_and_savings(tables, cell, arm, twin, choices)
     yield from _step_times(tables, cell.name, arm.name)
-    yield "recorder_cost", "instrumented", _recorder_cost(tables, cell.name, arm.name)
+    yield "recorder_cost", "instrumented", _recorder_cost(tables, cell, arm.name)
 
 
 def _skips_and_savings(
@@ -243,7 +261,21 @@ def _kernel_time_saved(tables: _Tables, cell: str, arm: str, twin: str | None) -
         return Figure(unit="ms", meaning=meaning, why=[f"no traced kernels of {' and '.join(missing)}"])
     n = min(tables.traced[(arm, cell)], tables.traced[(twin, cell)])
     meaning += f", arms traced one after another, {n} each, so without an interval"
-    return Figure(1 - own / other, n=n, numerator=own, denominator=other, unit="ms", meaning=meaning)
+    why = _unlike_bare(tables, cell, (arm, twin))
+    value = NAN if why else 1 - own / other
+    return Figure(value, n=n, numerator=own, denominator=other, unit="ms", meaning=meaning, why=why)
+
+
+def _unlike_bare(tables: _Tables, cell: str, arms: tuple[str, str]) -> list[str]:
+    """Why traces cannot be compared: the arms whose traced steps were not like their bare ones."""
+    ratios = {}
+    for arm in arms:
+        bare = walls(tables.samples, cell, arm, "bare")
+        ratios[arm] = tables.busy_ms[arm, cell] / float(np.median(bare)) if bare.size else NAN
+    said = [f"{n:,.2f} × ({arm})" for arm, n in ratios.items() if not kernels.like_bare(n, on_cpu=tables.on_cpu)]
+    limits = f"outside {kernels.TRACED_LOW} to" if tables.on_cpu else "above"
+    took = f"a traced step's kernels took {wording.listed(said)} a median bare step, {limits} {kernels.TRACED_HIGH}"
+    return [UNSUPPORTED + took] if said else []
 
 
 def _step_time_saved(tables: _Tables, cell: CellRecord, arm: str, twin: str | None) -> Figure:
@@ -257,22 +289,23 @@ def _step_time_saved(tables: _Tables, cell: CellRecord, arm: str, twin: str | No
         return Figure(unit="ms", meaning=meaning, why=why)
     ratio = found.ratio
     saved = Interval(1 - ratio.value, 1 - ratio.high, 1 - ratio.low, ratio.n)
-    why = _doubts(saved)
+    why = _doubts(saved, cell.repeats)
     if found.alone:
-        why.append(f"{found.alone} steps without a partner left out")
+        why.append(f"{wording.how_many(found.alone, 'step')} without a partner left out")
     if tables.target is not None and saved.half_width > tables.target:
+        width, target = wording.percent(saved.half_width), wording.percent(tables.target)
         stopped = f", stopped by {cell.stopped}" if cell.stopped else ""
-        why.append(f"interval ±{saved.half_width:.1%} is wider than the target ±{tables.target:.1%}{stopped}")
+        why.append(f"interval ±{width} is wider than the target ±{target}{stopped}")
     return _timed(saved, found.first_ms, found.second_ms, meaning, why)
 
 
-def _recorder_cost(tables: _Tables, cell: str, arm: str) -> Figure:
+def _recorder_cost(tables: _Tables, cell: CellRecord, arm: str) -> Figure:
     meaning = "median instrumented step ÷ median bare step of the same arm − 1"
-    found = compare(tables.samples, cell, (arm, "instrumented"), (arm, "bare"))
+    found = compare(tables.samples, cell.name, (arm, "instrumented"), (arm, "bare"))
     if found is None:
         return Figure(unit="ms", meaning=meaning, why=["no pairs of instrumented and bare steps"])
     cost = Interval(found.ratio.value - 1, found.ratio.low - 1, found.ratio.high - 1, found.ratio.n)
-    return _timed(cost, found.first_ms, found.second_ms, meaning, _doubts(cost))
+    return _timed(cost, found.first_ms, found.second_ms, meaning, _doubts(cost, cell.repeats))
 
 
 def _step_times(tables: _Tables, cell: str, arm: str) -> Iterator[tuple[str, str, Figure]]:
@@ -290,12 +323,16 @@ def _timed(interval: Interval, above: float, below: float, meaning: str, why: li
     return Figure(interval.value, interval.low, interval.high, interval.n, above, below, "ms", meaning, why)
 
 
-def _doubts(interval: Interval) -> list[str]:
+def _doubts(interval: Interval, repeats: int) -> list[str]:
+    """What must be known before an interval is believed; by the same limits as `judged`."""
+    pairs = wording.how_many(interval.n, "pair")
     if interval.n < 3:
-        return [f"{interval.n} pairs: too few for an interval"]
+        return [f"{pairs}: too few for an interval"]
     found = ["interval holds 0: no difference shown"] if interval.low <= 0 <= interval.high else []
     if interval.n < SAMPLES_TO_JUDGE:
-        found.append(f"{interval.n} pairs: the interval is too narrow to be a 95 % one")
+        found.append(f"{pairs}: too few to judge, the interval is too narrow to be a 95 % one")
+    if 0 < repeats < REPEATS_TO_JUDGE:
+        found.append(f"{wording.how_many(repeats, 'repeat')}: too few to judge, which takes {REPEATS_TO_JUDGE}")
     return found
 
 
@@ -303,8 +340,9 @@ def _realised_fraction(saved: Figure, skip: Figure) -> Figure:
     """Step time saved ÷ FLOP skip; the interval is the time's, scaled (the skip is counted, not sampled)."""
     meaning = "step time saved ÷ FLOP skip"
     if not skip.value > 0:
-        why = f"undefined: FLOP skip is {skip.value:.4f}, not above 0" if skip.value <= 0 else "undefined: no FLOP skip"
-        return Figure(unit="share", meaning=meaning, why=[why])
+        known = skip.value == skip.value
+        why = f"FLOP skip is {wording.percent(skip.value)}, not above 0" if known else "no FLOP skip"
+        return Figure(unit="share", meaning=meaning, why=[f"undefined: {why}"])
     if saved.value != saved.value:
         return Figure(unit="share", meaning=meaning, why=["undefined: no step time saved"])
     share = skip.value

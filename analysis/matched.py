@@ -27,6 +27,7 @@ from analysis.resampling import counts, interval
 from analysis.routing import ALL_DOMAINS
 from analysis.skips import HELD_OUT, deciding_arms, rows_of, skipping_choices
 from analysis.tracking import ALPHA
+from analysis.wording import percent, percent_interval
 from profiler.intervals import Interval
 from profiler.records import ArmRecord
 from profiler.store import Run
@@ -202,13 +203,13 @@ def compared(run: Run) -> Matched:
     if apart.empty:
         said = [
             f"Every arm skipped within {100 * LIKE_POINTS:.0f} point of the one it stands against, and can be read "
-            f"against it; all skipped {low:.1%} to {high:.1%} of pairs of token and routed layer."
+            f"against it; all skipped {percent_interval(low, high)} of pairs of token and routed layer."
         ]
     else:
         said = [
-            f"{row['arm']} skipped {row['executed_skip']:.1%} of pairs of token and routed layer and {row['against']} "
-            f"{row['executed_skip'] - row['gap']:.1%}: more than {100 * LIKE_POINTS:.0f} point apart, so this is no "
-            "fair comparison."
+            f"{row['arm']} skipped {percent(row['executed_skip'])} of pairs of token and routed layer and "
+            f"{row['against']} {percent(row['executed_skip'] - row['gap'])}: more than {100 * LIKE_POINTS:.0f} point "
+            "apart, so this is no fair comparison."
             for row in apart.to_dict("records")
         ]
     if any(arm.calibration is not None and arm.calibration.held_out for arm in run.manifest.arms):

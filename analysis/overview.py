@@ -12,8 +12,10 @@ from typing import Any
 import pandas as pd
 
 from analysis import integrity
-from analysis.ladder import ladder
+from analysis.kernels import TRACED_HIGH, TRACED_LOW
+from analysis.ladder import UNSUPPORTED, ladder
 from analysis.latency import cells
+from analysis.wording import how_many
 from profiler.errors import StoreError
 from profiler.records import CellRecord, Manifest
 from profiler.store import MANIFEST, SPEC, Run, find_runs
@@ -25,8 +27,10 @@ CATALOGUE_COLUMNS = (
 #: Tables whose missing rows are named; the others are counted.
 SHOWN = 4
 RULE_COLUMNS = ("rule", "name", "arm", "cell", "passed", "detail")
-CELL_COLUMNS = ("cell", "phase", "batch", "length", "new_tokens", "repeats", "stopped", "done", "reference")
+CELL_COLUMNS = ("cell", "phase", "batch", "length", "new_tokens", "warmup_s", "repeats", "stopped", "done", "reference")
 UNSUPPORTED_COLUMNS = ("metric", "reason")
+#: What an arm said in a cell, one row each.
+OUTPUT_COLUMNS = ("cell", "arm", "sha256")
 #: Cost of the recorder as a share of a bare step, one row per (arm, cell).
 RECORDER_COLUMNS = ("arm", "cell", "cost", "low", "high", "n", "note")
 #: What a folder that is no readable run has for a state in the catalogue.
@@ -43,8 +47,9 @@ class Overview:
         state: as `Run.state`, or `damaged`; `sentence` says it with what it means for the reader.
         labels: sentences to show beside every result (random weights, synthetic routes, contention, ...).
         facts: (name, value) pairs: model, machine, versions, commit.
-        rules, cells, unsupported, recorder_cost: columns `RULE_COLUMNS`, `CELL_COLUMNS`, `UNSUPPORTED_COLUMNS`,
-            `RECORDER_COLUMNS`; `cost`, `low` and `high` are shares of 1.
+        rules, cells, outputs, unsupported, recorder_cost: columns `RULE_COLUMNS`, `CELL_COLUMNS`, `OUTPUT_COLUMNS`,
+            `UNSUPPORTED_COLUMNS`, `RECORDER_COLUMNS`; `cost`, `low` and `high` are shares of 1. `unsupported` has what
+            the run could not measure, and the rungs that the ladder refused.
     """
 
     name: str
@@ -54,6 +59,7 @@ class Overview:
     facts: list[tuple[str, str]]
     rules: pd.DataFrame
     cells: pd.DataFrame
+    outputs: pd.DataFrame
     unsupported: pd.DataFrame
     recorder_cost: pd.DataFrame
 
@@ -65,8 +71,8 @@ def overview(run: Run, frame: pd.DataFrame | None = None) -> Overview:
         frame: `ladder(run)` if the caller has it already.
     """
     manifest, found = run.manifest, cells(run)
-    cost = ladder(run) if frame is None else frame
-    cost = cost[cost["rung"] == "recorder_cost"].rename(columns={"value": "cost"})
+    rungs = ladder(run) if frame is None else frame
+    cost = rungs[rungs["rung"] == "recorder_cost"].rename(columns={"value": "cost"})
     cell_frame = _records(found, ["name", *CELL_COLUMNS[1:]]).rename(columns={"name": "cell"})
     return Overview(
         name=manifest.name,
@@ -76,13 +82,26 @@ def overview(run: Run, frame: pd.DataFrame | None = None) -> Overview:
         facts=_facts(run),
         rules=_records(manifest.rules, RULE_COLUMNS),
         cells=cell_frame,
-        unsupported=_records(manifest.unsupported, UNSUPPORTED_COLUMNS),
+        outputs=pd.DataFrame(
+            [(cell.name, arm, said) for cell in found for arm, said in cell.outputs.items()],
+            columns=list(OUTPUT_COLUMNS),
+        ),
+        unsupported=pd.concat([_records(manifest.unsupported, UNSUPPORTED_COLUMNS), _refused(rungs)]),
         recorder_cost=cost[list(RECORDER_COLUMNS)].reset_index(drop=True),
     )
 
 
 def _records(records: list[Any], columns: list[str] | tuple[str, ...]) -> pd.DataFrame:
     return pd.DataFrame([{c: getattr(record, c) for c in columns} for record in records], columns=list(columns))
+
+
+def _refused(rungs: pd.DataFrame) -> pd.DataFrame:
+    """Kernel times that the ladder would not give, as rows of `unsupported`; its notes have the figures."""
+    refused = rungs[rungs["note"].str.startswith(UNSUPPORTED)]
+    limits = f"less than {TRACED_LOW} (CPU) or more than {TRACED_HIGH} × a median bare step"
+    reason = f"a traced step's kernels took {limits}, as the rung's note says"
+    lines = [(f"kernel time saved by {row.arm} in {row.cell}", reason) for row in refused.itertuples()]
+    return pd.DataFrame(lines, columns=list(UNSUPPORTED_COLUMNS))
 
 
 def _state(run: Run) -> str:
@@ -94,9 +113,9 @@ def _sentence(run: Run, found: list[CellRecord]) -> str:
     manifest = run.manifest
     gone = integrity.missing(run)
     if gone:
-        more = f" (and {len(gone) - SHOWN} more tables)" if len(gone) > SHOWN else ""
+        more = f" (and {how_many(len(gone) - SHOWN, 'more table')})" if len(gone) > SHOWN else ""
         return f"Data are missing that were written: {'; '.join(gone[:SHOWN])}{more}. What is left is shown."
-    done = f"{sum(cell.done for cell in found)} of {len(found)} cells done"
+    done = f"{sum(cell.done for cell in found)} of {how_many(len(found), 'cell')} done"
     detail = f": {manifest.state_detail}" if manifest.state_detail else ""
     kept = f"{done}; what is on disk is shown"
     return {

@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 from scipy import stats
 
+from analysis.wording import how_many, percent_interval
 from profiler.intervals import CONFIDENCE
 
 PATTERN, SPEED, QUALITY = "pattern", "speed", "quality"
@@ -100,7 +101,7 @@ def _summed(rows: pd.DataFrame) -> dict[str, Any]:
     line |= _moments(rows["value"], len(rows))
     widths = rows["high"] - rows["low"]
     if len(rows) < SEEDS_TO_JUDGE:
-        return line | {"note": f"{len(rows)} seeds: too few to judge"}
+        return line | {"note": f"{how_many(len(rows), 'seed')}: too few to judge"}
     if widths.isna().any():
         counted = "counted: no interval" if widths.isna().all() else "not every seed has an interval"
         return line | {"own_width": widths.median(), "note": counted}
@@ -128,11 +129,12 @@ def _same_layers(arm: str, twin: Any, pairs: pd.DataFrame) -> dict[str, Any]:
     seeds, overlap = _seeds(pairs), pairs["jaccard_ever"].dropna()
     line = {"arm": arm, "twin": twin, "part": PATTERN, "figure": LAYERS, "where": PAIRS, "unit": JACCARD}
     line |= _moments(overlap, seeds)
-    notes = [f"{len(pairs)} pairs"]
+    notes = [how_many(len(pairs), "pair")]
     if len(overlap) < len(pairs):
-        notes.append(f"{len(pairs) - len(overlap)} pairs skip nothing at all")
+        nothing = len(pairs) - len(overlap)
+        notes.append(f"{how_many(nothing, 'pair')} {'skips' if nothing == 1 else 'skip'} nothing at all")
     if seeds < SEEDS_TO_JUDGE:
-        notes.append(f"{seeds} seeds: too few to judge")
+        notes.append(f"{how_many(seeds, 'seed')}: too few to judge")
     elif len(overlap):
         line["verdict"] = STABLE if overlap.min() == 1 else NOT_STABLE
     return line | {"note": "; ".join(notes)}
@@ -143,15 +145,15 @@ def _alike(arm: str, twin: Any, pairs: pd.DataFrame) -> dict[str, Any]:
     line = {"arm": arm, "twin": twin, "part": PATTERN, "figure": ALIKE, "where": PAIRS, "unit": SHARE}
     line |= _moments(known["agreement"], seeds)
     chance = known["by_chance"]
-    notes = [f"{len(known)} pairs"]
+    notes = [how_many(len(known), "pair")]
     if len(known):
-        notes.append(f"by chance {chance.min():.1%} to {chance.max():.1%}")
+        notes.append(f"by chance {percent_interval(chance.min(), chance.max())}")
     if seeds < SEEDS_TO_JUDGE:
-        notes.append(f"{seeds} seeds: too few to judge")
+        notes.append(f"{how_many(seeds, 'seed')}: too few to judge")
     elif len(known) and (known["agreement"] == 1).all():
         line["verdict"] = STABLE
     elif len(known) and known["low"].notna().all():
         beyond = int((known["low"] > chance).sum())
-        notes.append(f"beyond it in {beyond} of {len(known)} pairs")
+        notes.append(f"beyond it in {beyond} of {how_many(len(known), 'pair')}")
         line["verdict"] = BEYOND_CHANCE if beyond == len(known) else PARTLY if beyond else BY_CHANCE
     return line | {"note": "; ".join(notes)}

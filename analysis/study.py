@@ -45,7 +45,7 @@ from analysis.spread import (
     lines,
     rules,
 )  # fmt: skip
-from analysis.wording import absent
+from analysis.wording import absent, how_many, percent, percent_interval
 from profiler.intervals import Interval
 from profiler.store import Run
 from profiler.study_folder import Study
@@ -261,12 +261,12 @@ def _sentence(arm: str, own: pd.DataFrame) -> str:
     clauses = []
     of = {str(figure): rows.to_dict("records") for figure, rows in own.groupby("figure", sort=False)}
     for row in of.get(SKIPPED, [])[:1]:
-        span = f"{row['mean']:.1%} of layers ({row['lowest']:.1%} to {row['highest']:.1%}), {_so(row)}"
+        span = f"{percent(row['mean'])} of layers ({percent_interval(row['lowest'], row['highest'])}), {_so(row)}"
         clauses.append(f"skips {span}" if row["highest"] > 0 else "skips nothing in any seed")
     for row in of.get(LAYERS, []):
         clauses.append(f"the layers two seeds ever skip overlap by {row['mean']:.2f} (Jaccard, mean), {_so(row)}")
     for row in of.get(ALIKE, []):
-        clauses.append(f"two seeds decide {row['mean']:.1%} of inputs × layers alike, {_so(row)}")
+        clauses.append(f"two seeds decide {percent(row['mean'])} of inputs × layers alike, {_so(row)}")
     for figure, words, places in (
         (TIME, "step time, which no seed touches,", "cells"),
         (SAVED, "step time saved", "cells"),
@@ -285,7 +285,7 @@ def _so(row: dict[Hashable, Any]) -> str:
 def _labels(study: Study, runs: dict[int, Run]) -> Iterator[str]:
     record = study.record
     if len(runs) < len(record.seeds):
-        yield f"{len(runs)} of {len(record.seeds)} seeds are done; go on with --resume"
+        yield f"{len(runs)} of {how_many(len(record.seeds), 'seed')} done; go on with --resume"
     yield from (f"seed {of_seed.seed} failed: {of_seed.failed}" for of_seed in record.seeds if of_seed.failed)
     for what, of_seed in _conditions(runs).items():
         if len(set(of_seed.values())) > 1:

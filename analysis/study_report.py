@@ -41,7 +41,7 @@ class _Contents:
     def sentence(self) -> str:
         record = self.study.record
         what = f"recipe {record.recipe.rsplit('/', 1)[-1]}" + f", trained arms {', '.join(record.trained_arms)}"
-        return f"{len(self.found.seeds)} of {len(record.seeds)} seeds trained and measured; {what}."
+        return f"{len(self.found.seeds)} of {wording.how_many(len(record.seeds), 'seed')} trained and measured; {what}."
 
 
 def render_html(study: Study, found: Compared) -> str:

@@ -12,14 +12,15 @@ from rich.text import Text
 from analysis.spread import NOT_STABLE
 from analysis.study import Compared
 from analysis.study_tables import value
-from analysis.wording import ABSENT, sentence
+from analysis.wording import ABSENT, how_many, sentence
 from profiler.study_folder import Study
 
 
 def render(study: Study, found: Compared) -> list[RenderableType]:
     """One renderable a section, for `Console.print`: name and state, the lines by arm, how they are judged, labels."""
     head = Text(study.record.name, style="bold")
-    head.append(f"\n{len(found.seeds)} of {len(study.record.seeds)} seeds trained and measured", style="")
+    done = f"{len(found.seeds)} of {how_many(len(study.record.seeds), 'seed')} trained and measured"
+    head.append(f"\n{done}", style="")
     parts: list[RenderableType] = [head]
     for arm in found.arms:
         table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")

@@ -20,6 +20,8 @@ from profiler.records import RECORDER_COST
 
 SMALL = "†"
 LONG_TEXT = 40
+#: Hex digits shown of a hash: enough that two that differ are seen to.
+DIGEST = 12
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,7 @@ def ladder_detail(frame: pd.DataFrame) -> Table:
     def samples(row: Any) -> str:
         if not row.n:
             return wording.ABSENT
-        what = wording.RUNG_SAMPLES[row.rung]
-        return f"{wording.count(row.n)} {what if row.n != 1 else what.removesuffix('s')}"
+        return wording.how_many(row.n, wording.RUNG_SAMPLES[row.rung])
 
     names = wording.RUNG_NAMES | wording.OTHER_NAMES
     return table(
@@ -323,6 +324,7 @@ def cells(found: Overview) -> Table:
             ("Batch (sequences)", True, lambda r: wording.count(r.batch)),
             ("Length (tokens)", True, lambda r: wording.count(r.length)),
             ("New tokens", True, lambda r: wording.count(r.new_tokens)),
+            ("Warm-up (s)", True, lambda r: wording.number(r.warmup_s)),
             ("Repeats", True, lambda r: wording.count(r.repeats)),
             ("Stopped by", False, lambda r: text(r.stopped)),
             ("Complete", False, lambda r: "yes" if r.done else "no"),
@@ -330,6 +332,17 @@ def cells(found: Overview) -> Table:
         ],
         [not done for done in found.cells["done"]],
     )
+
+
+def outputs(found: Overview) -> Table:
+    """What arms said in each cell, as the first `DIGEST` hex digits of its hash: a line a cell, a column an arm."""
+    said = {(row.cell, row.arm): str(row.sha256)[:DIGEST] for row in found.outputs.itertuples()}
+    arms = list(dict.fromkeys(found.outputs["arm"]))
+    lines = [
+        (str(cell), *(said.get((cell, arm), wording.ABSENT) for arm in arms))
+        for cell in dict.fromkeys(found.outputs["cell"])
+    ]
+    return Table(("Cell", *arms), lines)
 
 
 def unsupported(found: Overview) -> Table:

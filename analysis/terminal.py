@@ -21,7 +21,7 @@ from analysis.latency import SAMPLES_BEYOND, cells, tails
 from analysis.overview import Overview, overview
 from analysis.quality import perplexity
 from analysis.routing import ALL_DOMAINS
-from analysis.wording import ABSENT, NBSP, absent, cell_label, number, percent, percent_interval
+from analysis.wording import ABSENT, NBSP, absent, cell_label, how_many, number, percent, percent_interval
 from profiler.records import RECORDER_COST, ArmRecord, CellRecord
 from profiler.store import Run
 
@@ -152,7 +152,10 @@ def _ladder(wide: pd.DataFrame, run: Run, tags: dict[str, str]) -> list[Renderab
 def _cell_line(row: pd.Series[Any], record: CellRecord) -> Text:
     line = _cell_label(row)
     if record.stopped in ("interval", "repeats", "budget"):
-        line.append(f"  {record.repeats} repeats, stopped by {record.stopped}", style="not bold dim")
+        ended = f"  {how_many(record.repeats, 'repeat')}, stopped by {record.stopped}"
+        if record.stopped == "budget" and record.warmup_s is not None:
+            ended += f", of which warm-up took {number(record.warmup_s)} s"
+        line.append(ended, style="not bold dim")
     return line
 
 
@@ -227,7 +230,8 @@ def _quality(run: Run, tags: dict[str, str]) -> list[RenderableType]:
     first = found.iloc[0]
     title = _title(
         "Held-out perplexity",
-        f"Of {first['tokens']:,} tokens in {first['items']} items, with 95 % bootstrap intervals over items.",
+        f"Of {how_many(first['tokens'], 'token')} in {how_many(first['items'], 'item')}, with 95 % bootstrap intervals "
+        "over items.",
     )
     table = _table(
         [("arm", ARM_WIDTH), ("mode", 16), ("perplexity", 11), ("÷ twin's [95 % interval]", 26), ("", 12)],
@@ -259,8 +263,8 @@ def _rules(about: Overview) -> list[RenderableType]:
     if not cost.empty:
         worst = cost.iloc[0]
         most = f"at most {percent(worst['cost'])} of a bare step, {worst['arm']} in {worst['cell']}"
-        interval = percent_interval(worst["low"], worst["high"])
-        parts.append(Text(_plain(f"recorder's own cost: {most} [{interval}]")))
+        interval = "" if absent(worst["low"]) else f" [{percent_interval(worst['low'], worst['high'])}]"
+        parts.append(Text(_plain(f"recorder's own cost: {most}{interval}")))
     return parts
 
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from analysis import quality
 from analysis.partial_correlation import MIN_SAMPLES, associations, benjamini_hochberg, holm
 from analysis.skips import HELD_OUT, Skips, skips
+from analysis.wording import how_many
 from profiler.store import Run
 
 TRACK_COLUMNS = (
@@ -150,7 +151,7 @@ def _family(
 
 def _why_undefined(n: int, target: NDArray[np.float64], tracker: _Tracker) -> str:
     if n < MIN_SAMPLES:
-        return f"{n} inputs, and {MIN_SAMPLES} are needed"
+        return f"{how_many(n, 'input')}, and {MIN_SAMPLES} are needed"
     if np.ptp(target) == 0:
         return "every input skips alike"
     assert tracker.values is not None

@@ -22,6 +22,7 @@ import pandas as pd
 import yaml
 from numpy.typing import NDArray
 
+from analysis.wording import how_many
 from profiler import training_log
 from profiler.errors import InputError
 from profiler.store import Run
@@ -165,7 +166,7 @@ def _planned(recipe: str | None) -> int | None:
 
 
 def _sentence(steps: Sequence[Mapping[str, Any]], planned: int | None, finished: bool, resumed: int) -> str:
-    done = f"{len(steps):,} of {planned:,} updates" if planned is not None else f"{len(steps):,} updates"
+    done = f"{len(steps):,} of {how_many(planned, 'update')}" if planned is not None else how_many(len(steps), "update")
     again = f", taken up again {resumed} times" if resumed > 1 else ", taken up again once" if resumed else ""
     return f"{'Finished' if finished else 'Not finished'}, {done}{again}."
 

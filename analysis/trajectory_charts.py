@@ -67,8 +67,9 @@ def by_group(frame: pd.DataFrame, arm: str, look: Look) -> go.Figure:
             figure.add_scatter(
                 x=list(rows["layer"]), y=list(rows["median"]), name=plain(str(group)), mode="lines+markers",
                 line={"color": colour, "width": 1.6}, marker={"color": colour, "size": 5}, showlegend=number == 0,
-                legendgroup=str(group), error_y=_whiskers(rows, colour), customdata=list(rows["tokens"]),
-                hovertemplate="layer %{x}: median %{y:.3f} of %{customdata:,} tokens"
+                legendgroup=str(group), error_y=_whiskers(rows, colour),
+                customdata=[wording.how_many(n, "token") for n in rows["tokens"]],
+                hovertemplate="layer %{x}: median %{y:.3f} of %{customdata}"
                 f"<extra>{plain(str(group))}, {plain(str(signal))}</extra>",
                 **at,
             )  # fmt: skip

@@ -17,6 +17,7 @@ from analysis.tables import Table
 from analysis.token_paths import cells_with_paths, token_arms, token_paths
 from analysis.trajectories import DOMAIN, EVERY, NEXT, breakdown, costs, forgetting, profile
 from analysis.trajectory_tests import trajectory_tests
+from analysis.wording import how_many
 from profiler.store import Run
 
 
@@ -48,7 +49,7 @@ def trajectory(run: Run, arm: str, cell: str) -> Trajectory:
     paths = token_paths(run, arm, cell)
     notes = []
     if paths.incomplete:
-        notes.append(f"{paths.incomplete} tokens left out, of which not every layer is recorded")
+        notes.append(f"{how_many(paths.incomplete, 'token')} left out, of which not every layer is recorded")
     if len(paths) and not paths.reference.any():
         scored = "none of these tokens predicts one of a reference"
         notes.append(f"{scored}; right and wrong are of all that were scored" if (paths.hit >= 0).any() else scored)
@@ -75,7 +76,9 @@ def memory(run: Run, arm: str) -> str:
     kept = run.manifest.arm(arm).memory
     if kept is None:
         return ""
-    return f"Memory, {kept.form} form: at most {kept.bytes_per_row:,} bytes a token row while one forward lasts."
+    return (
+        f"Memory, {kept.form} form: at most {how_many(kept.bytes_per_row, 'byte')} a token row while one forward lasts."
+    )
 
 
 def trajectories(run: Run) -> list[Trajectory]:

@@ -30,6 +30,7 @@ from analysis.resampling import MIN_INPUTS, counts, interval
 from analysis.token_paths import TokenPaths
 from analysis.tracking import BENJAMINI_HOCHBERG, HOLM, corrected
 from analysis.trajectories import FREQUENCY, NEXT, POSITION, SHARE, answered, targets
+from analysis.wording import how_many
 from profiler.intervals import Interval
 
 Floats = NDArray[np.float64]
@@ -145,7 +146,9 @@ def _mean_of_inputs(
     tokens = sum(len(rows) for rows, kept in zip(rows_of, defined, strict=True) if kept)
     found, n = each[defined], int(defined.sum())
     if n < MIN_INPUTS:
-        return _Found(None, float("nan"), tokens, f"{n} inputs can be compared within, and {MIN_INPUTS} are needed")
+        return _Found(
+            None, float("nan"), tokens, f"{how_many(n, 'input')} can be compared within, and {MIN_INPUTS} are needed"
+        )
     value = interval(float(found.mean()), counts(n, seed) @ found / n, n)
     return _Found(value, _sign_flip(found, seed), tokens)
 
@@ -207,6 +210,8 @@ def _between_rho(paths: TokenPaths, values: Floats, known: NDArray[np.bool_], do
     one = associations(each, belongs, lengths, seed=seed)
     tokens = sum(map(len, rows_of))
     if np.isnan(one.value[0, 0]):
-        return _Found(None, float("nan"), tokens, f"{len(each)} inputs, or all alike once length is held fixed")
+        return _Found(
+            None, float("nan"), tokens, f"{how_many(len(each), 'input')}, or all alike once length is held fixed"
+        )
     value = Interval(float(one.value[0, 0]), float(one.low[0, 0]), float(one.high[0, 0]), one.n)
     return _Found(value, float(one.p[0, 0]), tokens)

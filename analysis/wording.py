@@ -7,11 +7,12 @@ is computed here; a sentence quotes `analysis.ladder` and picks, at most, which 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
+from analysis.kernels import TRACED_HIGH, TRACED_LOW
 from profiler.records import Manifest
 
 NBSP = "\u00a0"
@@ -36,17 +37,17 @@ RUNG_DENOMINATORS = {
     "step_time_saved": "% of the twin's median step",
     "request_time_saved": "% of the twin's request time",
 }
-#: What a rung's `n` counts.
+#: What a rung's `n` counts, one of them.
 RUNG_SAMPLES = {
-    "parameter_skip": "token rows",
-    "flop_skip": "steps",
-    "weight_byte_skip": "steps",
-    "kernel_time_saved": "traced steps",
-    "step_time_saved": "pairs",
-    "request_time_saved": "requests",
-    "realised_fraction": "pairs",
-    "step_time": "steps",
-    "recorder_cost": "pairs",
+    "parameter_skip": "token row",
+    "flop_skip": "step",
+    "weight_byte_skip": "step",
+    "kernel_time_saved": "traced step",
+    "step_time_saved": "pair",
+    "request_time_saved": "request",
+    "realised_fraction": "pair",
+    "step_time": "step",
+    "recorder_cost": "pair",
 }
 OTHER_NAMES = {
     "realised_fraction": "Realised fraction",
@@ -93,6 +94,17 @@ def count(value: Any) -> str:
     return ABSENT if absent(value) else _signed(f"{int(value):,}")
 
 
+def how_many(n: Any, noun: str, plural: str = "") -> str:
+    """How many of something: `1 pair`, `2,048 pairs`. `plural`: where it is more than an s at the end."""
+    return f"{count(n)} {noun if n == 1 else plural or noun + 's'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence: `a`, `a and b`, `a, b and c`; empty for none."""
+    *before, last = names or [""]
+    return f"{', '.join(before)} and {last}" if before else last
+
+
 def quantity(value: Any, unit: str) -> str:
     """A numerator or denominator with its unit; large counts get an SI prefix (4.09 G FLOPs), times stay in ms."""
     if absent(value):
@@ -126,7 +138,7 @@ def cell_label(name: str, phase: str, batch: Any, length: Any) -> str:
     if name.startswith("session"):
         return name
     context = f"{NBSP}of{NBSP}context" if phase == "decode" else ""
-    return f"{phase}, batch{NBSP}{batch}, {length}{NBSP}tokens{context}"
+    return f"{phase}, batch{NBSP}{batch}, {how_many(length, 'token').replace(' ', NBSP)}{context}"
 
 
 def row_label(row: Any) -> str:
@@ -221,7 +233,9 @@ def _where(row: pd.Series[Any]) -> str:
     if absent(low):
         return f"{where}; too few pairs for an interval"
     unclear = ", no clear difference" if low <= 0 <= high else ""
-    return f"{where}; saved {percent_interval(low, high)}{unclear}"
+    return (
+        f"{where}; saved {percent_interval(low, high)}{unclear}{'' if row['judged'] else ', too few repeats to judge'}"
+    )
 
 
 def _why_not_timed(twin: Any) -> str:
@@ -233,6 +247,12 @@ SHARING = (
     "A layer that one row of a step runs is read for all of them. So where the rows of a batch decide differently, "
     "more weights are read than rows run, and a step that waits for weights, as decoding does, saves less time than "
     "its rows skip."
+)
+
+#: What stands beside the table of an overview's outputs.
+OUTPUTS = (
+    "The first 12 hex digits of the SHA-256 of the likeliest next tokens of the whole batch after each step: arms, or "
+    "runs of the same inputs in one process or on several ranks, that agree here said the same."
 )
 
 # -- glossary -----------------------------------------------------------------------------------------------------
@@ -266,7 +286,9 @@ GLOSSARY: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "Kernel time saved",
-        "1 − busy time of kernels (on a CPU: of leaf operators) in a traced step ÷ the twin's.",
+        "1 − busy time of kernels (on a CPU: of leaf operators) in a traced step ÷ the twin's. Unsupported where that "
+        f"time, of either arm, is more than {TRACED_HIGH} × the arm's median bare step or, on a CPU, less than "
+        f"{TRACED_LOW} ×: then the traced step was not like the timed ones.",
         "% of ms",
     ),
     (

@@ -50,6 +50,10 @@ def page() -> None:
     else:
         draw(charts.telemetry(telemetry), "telemetry")
     st.subheader("How it was made")
+    if not about.outputs.empty:
+        st.markdown("**Same tokens?**")
+        st.caption(wording.OUTPUTS)
+        show(tables.outputs(about), "Nothing was said.", prose=True)
     show(tables.facts(about), "Nothing is known.", prose=True)
     if reading.run.spec_yaml is not None:
         with st.expander("The spec as resolved"):

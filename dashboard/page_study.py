@@ -32,7 +32,8 @@ def page() -> None:
     except (StoreError, InputError, OSError) as error:
         unreadable(name, str(error))
     st.header(wording.markdown(study.record.name), divider="gray")
-    st.markdown(f"{len(found.seeds)} of {len(study.record.seeds)} seeds trained and measured.")
+    seeds = wording.how_many(len(study.record.seeds), "seed")
+    st.markdown(f"{len(found.seeds)} of {seeds} trained and measured.")
     if found.labels:
         st.warning("\n".join(f"- {wording.markdown(wording.sentence(label))}" for label in found.labels))
     for sentence in found.sentences:

@@ -32,7 +32,8 @@ def page() -> None:
     if not found.tokens:
         st.info("Of no token every layer is recorded here.")
         st.stop()
-    st.caption(f"{found.tokens:,} tokens of {found.inputs} inputs. Intervals are 95 % bootstraps over inputs.")
+    tokens, inputs = wording.how_many(found.tokens, "token"), wording.how_many(found.inputs, "input")
+    st.caption(f"{tokens} of {inputs}. Intervals are 95 % bootstraps over inputs.")
     if found.note:
         st.info(wording.markdown(wording.sentence(found.note)))
     _paths(reading, found)

@@ -1,8 +1,8 @@
 """Arms side by side on one copy of the backbone's weights.
 
 Each arm gets module trees of its own over the same tensors: wrapping, adapters or attention switches in one never
-touch another, and interleaving costs no memory. An arm has two trees: `bare`, which nothing watches, and
-`recorded`, which carries the recorder's hooks.
+touch another, and interleaving costs no memory. An arm has two trees over the same tensors, those its method adds
+included: `bare`, which nothing watches, and `recorded`, which carries the recorder's hooks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def build(
     """
     options = checkpoints.resolve(method, options, backbone)
     config = methods.configure(method, options, where=f"arms.{name}.")
-    bare, recorded = tree(backbone, method, config), tree(backbone, method, config)
+    bare = tree(backbone, method, config)
+    recorded = methods.handle_of(sibling(bare.model))
+    assert recorded is not None
     recorded.recorder.attach(recorded)
     return Arm(describe(recorded, name, method, twin, calibration), bare, recorded)
 

@@ -45,9 +45,11 @@ def resolve(method: str, options: dict[str, Any], model: PreTrainedModel) -> dic
     variants: dict[str, str] = {}
     for folder, facts in builtin_checkpoints().items():
         theirs = tuple(facts[key] for key in _SHAPE)
+        variant = facts.get("options", {}).get("variant", FULL)
         if (facts["method"], theirs) == (method, shape):
-            variants.setdefault(facts.get("options", {}).get("variant", FULL), folder)
-        others.append(f"{facts['method']} on {facts['base']} ({_words(theirs)})")
+            variants.setdefault(variant, folder)
+        how = facts["method"] if variant == FULL else f"{facts['method']}, variant {variant}"
+        others.append(f"{Path(folder).name} ({how}; {_words(theirs)})")
     if variants:
         found = variants.get(options.get("variant") or FULL) or variants.get(FULL) or next(iter(variants.values()))
         return {**options, "checkpoint": found}

@@ -233,7 +233,7 @@ def plan(
 
 @app.command()
 def validate(spec: SpecArgument = None, set_: SetOption = None) -> None:
-    """Check a spec: its shape, its prompts, its model source, every method's options and the cells' lengths."""
+    """Check a spec: shape, prompts, model source, options and checkpoint of every arm, the cells' lengths."""
     from profiler import preflight
     from workloads import loading
 
@@ -278,10 +278,15 @@ def report(
 
 
 @app.command()
-def methods() -> None:
-    """List the methods."""
+def methods(
+    method: Annotated[str | None, typer.Argument(metavar="[METHOD]", help="One of them, with its options.")] = None,
+) -> None:
+    """List the methods, or say what one does and which options it has."""
     from profiler import methods as found
 
+    if method is not None:
+        print(found.description(method))
+        return
     for name, summary in found.summaries().items():
         print(f"{name:14} {summary}")
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,7 +89,7 @@ class Estimate:
             f"time    about {_duration(self.guess_s)}{training}; the cells' budgets allow {_duration(self.bound_s)}, "
             "and a repeat that was begun is finished",
             f"memory  {_size(self.memory_bytes)} of {_size(self.memory_available_bytes)} available: weights once, "
-            "every unit's cache, the widest activations",
+            "what arms add, every unit's cache, the widest activations",
             f"disk    {_size(self.disk_bytes)} of {_size(self.disk_free_bytes)} free",
             f"guessed from {self.flops_per_second / 1e9:.0f} GFLOP/s and {self.bytes_per_second / 1e9:.1f} GB/s, "
             "measured now on this machine",
@@ -128,6 +129,7 @@ class _Steps:
 
     def __init__(self, skeleton: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
         self.choices: list[Choice] = model_choices(skeleton)
+        self.device = device
         self.speed, self.stream = _speeds(dtype, device)
         self.itemsize = dtype.itemsize
         self.layers = int(skeleton.config.num_hidden_layers)
@@ -208,13 +210,29 @@ def _of_study(spec: Spec, seeds: int, run: Estimate) -> Estimate:
     )
 
 
+def _added(skeleton: PreTrainedModel, configured: Sequence[tuple[type[methods.Method], Any]], device: str) -> int:
+    """Numbers that arms hold beside the model: what a method adds once, copies in another layout in both of its trees.
+
+    While an arm is checked there are two trees more, and a twin that computes what all of it does.
+    """
+    held = checked = 0
+    for method, config in configured:
+        own = sum(c.overhead_parameters + c.replacement_parameters for c in method.choices(skeleton, config))
+        copied = method.copied_parameters(skeleton, config, device)
+        held += own + 2 * copied
+        checked = max(checked, 3 * own + 2 * copied)
+    return held + checked
+
+
 def _device(asked: str) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() and asked != "cpu" else "cpu")
 
 
 def _of_run(spec: Spec) -> Estimate:
     skeleton = preflight.check(spec)
-    configured = [(methods.load(arm.method), methods.configure(arm.method, arm.options)) for arm in spec.arms]
+    configured = [
+        (methods.load(arm.method), methods.configure(arm.method, preflight.options_of(spec, arm))) for arm in spec.arms
+    ]
     uncached = sum(not method.caches(config) for method, config in configured)
     items = len(load_prompts(spec.quality)) * len(spec.quality.modes) if spec.quality is not None else 0
     dtype = getattr(torch, spec.model.dtype)
@@ -241,13 +259,14 @@ def _of_run(spec: Spec) -> Estimate:
         guess += arms * items * steps.prompt_s(1, spec.quality.max_tokens)
         disk += arms * items * (steps.layers * BYTES_PER_DECISION + BYTES_PER_STEP)
     weights = costs.parameters([skeleton]) * dtype.itemsize
+    added = _added(skeleton, configured, steps.device.type) * dtype.itemsize
     return Estimate(
         name=spec.name,
         cells=len(cells),
         arms=arms,
         guess_s=guess,
         bound_s=len(cells) * spec.measure.budget_s,
-        memory_bytes=BASE_BYTES + weights + max(steps.memory(cell, 2 * arms) for cell in cells),
+        memory_bytes=BASE_BYTES + weights + added + max(steps.memory(cell, 2 * arms) for cell in cells),
         memory_available_bytes=psutil.virtual_memory().available,
         disk_bytes=disk,
         disk_free_bytes=free_bytes(Path()),

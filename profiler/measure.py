@@ -243,6 +243,7 @@ class CellRun:
                 self._record(self._repeat(units, warmed), warmup=True)
                 self.between(0.0)
                 warmed += 1
+            cell.warmup_s = self.ranks.agree(time.monotonic() - began)
             while cell.stopped is None:
                 watched = units if cell.repeats < INSTRUMENTED_REPEATS else [u for u in units if u.what == "bare"]
                 self._record(self._repeat(watched, cell.repeats), warmup=False)

@@ -37,7 +37,7 @@ def check(spec: Spec) -> PreTrainedModel:
         The model on the meta device.
 
     Raises:
-        SpecError: model source, arms, prompts or cells break a rule.
+        SpecError: model source, arms, checkpoints, ranks, prompts or cells break a rule.
     """
     with about_the_spec():
         models.check(spec.model.source)
@@ -48,11 +48,14 @@ def check(spec: Spec) -> PreTrainedModel:
         config = models.config(spec.model.source)
         check_positions(spec, config)
         skeleton = models.skeleton(config, spec.model.dtype)
+        ranks = 1 if spec.parallel is None else spec.parallel.experts
         for arm in spec.arms:
             with about_the_arm(arm.name):
                 options = checkpoints.resolve(arm.method, options_of(spec, arm), skeleton)
                 configured = methods.configure(arm.method, options, where=f"arms.{arm.name}.")
-                methods.load(arm.method).choices(skeleton, configured)
+                method = methods.load(arm.method)
+                method.check(skeleton, configured, ranks)
+                method.choices(skeleton, configured)
     return skeleton
 
 

@@ -303,7 +303,7 @@ def started(parallel: ParallelSpec | None, device: str) -> Iterator[Ranks]:
     if size != parallel.experts:
         raise InputError(
             f"parallel.experts ({parallel.experts}) must be the number of processes started ({size}): "
-            f"torchrun --nproc-per-node {parallel.experts}"
+            f"start torchrun --nproc-per-node {parallel.experts}, or say --set parallel.experts={size}"
         )
     ranks = Ranks(int(os.environ["RANK"]), size, parallel.attention, parallel.timeout_s)
     cuda = device != "cpu" and torch.cuda.is_available()

@@ -421,6 +421,7 @@ class CellRecord(Record):
 
     `done` is set once every row of the cell is on disk. `stopped` says which rule ended it:
     `interval` (narrow enough), `repeats`, `budget` or `session` (a user's own loop).
+    `warmup_s`: seconds of the budget that had gone when warm-up ended, with filling caches.
     `reference` says what a decode cell's inputs are. `counts`: rows of each table that were on disk when it was done.
     `outputs`: arm → SHA-256 of the likeliest next tokens of the whole batch after each step, by which runs of the same
     inputs can be seen to say the same.
@@ -434,6 +435,7 @@ class CellRecord(Record):
     repeats: int = 0
     done: bool = False
     stopped: str | None = None
+    warmup_s: float | None = None
     reference: str | None = None
     counts: dict[str, int] = Field(default_factory=dict)
     outputs: dict[str, str] = Field(default_factory=dict)

@@ -9,6 +9,7 @@ Under torchrun every rank goes through all of it (`ranks`); rank 0 chooses the f
 from __future__ import annotations
 
 import datetime as dt
+import gc
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -308,6 +309,7 @@ def _run(prepared: Prepared, writer: RunWriter, progress: Progress, ranks: Ranks
             manifest.rules += _of_all(
                 ranks, verify.verify(prepared.loaded.model, arm.record, inputs.samples(), stage, ranks)
             )
+            gc.collect()  # a wrapped tree and its handle refer to each other: what was checked would stay in memory
         _enforce(manifest.rules)
         writer.save_manifest()
         plain = next(arm for arm in spec.arms if arm.method in AS_IT_IS)

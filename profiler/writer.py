@@ -461,7 +461,10 @@ def _check_unfinished(before: Run, spec_sha256: str | None, processes: int) -> N
             f"(sha256 {str(spec_sha256)[:12]}); a run has one spec"
         )
     if before.state == "complete":
-        raise InputError(f"{where}: the run is complete; a run is never changed after it is closed")
+        raise InputError(
+            f"{where}: the run is complete, and a run is never changed after it is closed; read it with `python -m "
+            f"profiler report {before.path}`, or start another under a new --out"
+        )
     if before.state == "running":
         raise InputError(f"{where}: process {old.pid} on {old.host} is still writing it; stop that one first")
     ran = max(1, len(old.ranks))

@@ -88,12 +88,18 @@ def test_the_python_runs(tmp_path: Path) -> None:
     assert (tmp_path / "runs/mine/gates").is_dir()
 
 
-def test_the_spec_is_valid(tmp_path: Path) -> None:
+def test_the_specs_are_valid(tmp_path: Path) -> None:
+    from profiler import preflight
     from workloads.loading import load
 
-    path = tmp_path / "spec.yaml"
-    path.write_text(blocks("yaml")[0], encoding="utf-8")
-    assert [arm.name for arm in load(path).arms] == ["dense", "routed", "forced"]
+    found = []
+    for number, text in enumerate(blocks("yaml")):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(text, encoding="utf-8")
+        spec = load(path)
+        preflight.check(spec)
+        found.append([arm.name for arm in spec.arms])
+    assert found == [["dense", "routed", "forced"], ["dense", "standard", "mohge"]]
 
 
 def test_the_commands_exist() -> None:

@@ -6,7 +6,12 @@ Minimise t with Σ_r x_er = 1 for each expert, Σ_e load_e·x_er ≤ t and Σ_e 
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +31,29 @@ class Solution:
     rank_E: Ints | None
     bound: float
     proven: bool
+
+
+_stdout_taken = threading.Lock()
+
+
+@contextmanager
+def _quiet_stdout() -> Iterator[None]:
+    """File descriptor 1 leads nowhere in this block: HiGHS prints to it from C++, whatever it is told.
+
+    One thread at a time, or the one might restore what the other had put there.
+    """
+    flush = ctypes.CDLL(None).fflush  # what C has buffered goes where descriptor 1 leads when it is flushed
+    with _stdout_taken, ExitStack() as after:
+        with suppress(OSError):  # descriptor 1 is closed: nothing can be printed
+            kept = os.dup(1)
+            after.callback(os.close, kept)
+            after.callback(os.dup2, kept, 1)
+            after.callback(flush, None)
+            flush(None)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.close(nowhere)
+        yield
 
 
 def solve(load_E: Ints, width_E: Ints, ranks: int, cap: int, *, at_most: int | None, time_limit_s: float) -> Solution:
@@ -51,21 +79,22 @@ def solve(load_E: Ints, width_E: Ints, ranks: int, cap: int, *, at_most: int | N
     once = sparse.hstack([sparse.kron(sparse.identity(experts), np.ones((1, ranks))), np.zeros((experts, 1))])
     carried = sparse.hstack([sparse.kron(work[None], each_rank), -t])
     held = sparse.hstack([sparse.kron(width[None], each_rank), 0 * t])
-    solved = optimize.milp(
-        np.append(np.zeros(experts * ranks), 1.0),
-        integrality=np.append(np.ones(experts * ranks), 0),
-        bounds=optimize.Bounds(
-            np.append(np.zeros(experts * ranks), max(1.0, work[0])),
-            np.append(np.tri(experts, ranks).ravel(), math.inf if at_most is None else at_most / mean),
-        ),
-        constraints=[
-            optimize.LinearConstraint(once.tocsr(), 1, 1),
-            optimize.LinearConstraint(carried.tocsr(), -math.inf, 0),
-            # Sums of widths are whole numbers: half of one more lets no more in, and no rounding keeps one out.
-            optimize.LinearConstraint(held.tocsr(), -math.inf, cap + 0.5),
-        ],
-        options={"time_limit": time_limit_s, "mip_rel_gap": 0.0},
-    )
+    with _quiet_stdout():
+        solved = optimize.milp(
+            np.append(np.zeros(experts * ranks), 1.0),
+            integrality=np.append(np.ones(experts * ranks), 0),
+            bounds=optimize.Bounds(
+                np.append(np.zeros(experts * ranks), max(1.0, work[0])),
+                np.append(np.tri(experts, ranks).ravel(), math.inf if at_most is None else at_most / mean),
+            ),
+            constraints=[
+                optimize.LinearConstraint(once.tocsr(), 1, 1),
+                optimize.LinearConstraint(carried.tocsr(), -math.inf, 0),
+                # Sums of widths are whole numbers: half of one more lets no more in, and no rounding keeps one out.
+                optimize.LinearConstraint(held.tocsr(), -math.inf, cap + 0.5),
+            ],
+            options={"time_limit": time_limit_s, "mip_rel_gap": 0.0},
+        )
     # Status 0: optimal; 2: infeasible. HiGHS then has nothing left to search.
     proven = solved.status in (0, 2)
     bound = mean * (1.0 if solved.mip_dual_bound is None else max(1.0, float(solved.mip_dual_bound)))

@@ -13,12 +13,14 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import inspect
+import json
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -40,6 +42,14 @@ class MethodConfig(BaseModel):
     """Options of a method, as an arm of a spec gives them. Unknown options are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class OptionError(ValueError):
+    """A rule between options is broken; for validators of a whole `MethodConfig`, to say which option to look at."""
+
+    def __init__(self, key: str, rule: str) -> None:
+        super().__init__(rule)
+        self.key = key
 
 
 class Method(ABC):
@@ -83,6 +93,19 @@ class Method(ABC):
         """Every alternative at every site of every layer, with its costs. `model` may be on the meta device."""
 
     @classmethod
+    def check(cls, model: PreTrainedModel, config: Any, ranks: int = 1) -> None:
+        """Refuse what shows without weights: `model` may be on the meta device, and no tensor of a checkpoint is read.
+
+        Args:
+            model: the backbone.
+            config: the arm's options.
+            ranks: processes that are to share the experts of a layer.
+
+        Raises:
+            InputError: the checkpoint is missing, or of another method or model; a layer has fewer experts than ranks.
+        """
+
+    @classmethod
     def wrap(cls, model: PreTrainedModel, config: Any, recorder: Recorder) -> Self:
         """Change `model`'s tree in place so that it routes, and return the handle, also found as `model.gatewise`.
 
@@ -96,6 +119,7 @@ class Method(ABC):
             raise InputError(f"this model tree is wrapped already, by {type(handle_of(model)).__name__}")
         if cls.rate_option is not None and getattr(config, cls.rate_option) is not None:
             raise InputError(f"{cls.rate_option} is met on the prompts of a spec; here there are none, give threshold")
+        cls.check(model, config)
         handle = cls(model, config, recorder)
         handle.tracker = SequenceTracker(handle.decoder.base)
         handle.install()
@@ -197,6 +221,11 @@ class Method(ABC):
     def memory(cls, model: PreTrainedModel, config: Any) -> MemoryRecord | None:
         """What is kept of each token row during one forward, beside the cache; None for nothing."""
         return None
+
+    @classmethod
+    def copied_parameters(cls, model: PreTrainedModel, config: Any, device: str) -> int:
+        """How many parameters each tree of an arm keeps another copy of, in another layout, on a type of device."""
+        return 0
 
     @classmethod
     def caches(cls, config: Any) -> bool:
@@ -370,6 +399,27 @@ def summaries() -> dict[str, str]:
     return found
 
 
+def description(name: str) -> str:
+    """A method and its options, for people: the docstrings of its file and of its options, and the defaults.
+
+    Raises:
+        InputError: as `load`.
+    """
+    method = load(name)
+    defaults = []
+    for option, field_ in method.Config.model_fields.items():
+        default = field_.get_default(call_default_factory=True)
+        plain = default.model_dump() if isinstance(default, BaseModel) else default
+        values = get_args(field_.annotation) if get_origin(field_.annotation) is Literal else ()
+        among = f"   one of {', '.join(map(str, values))}" if values else ""
+        defaults.append(f"    {option}: {json.dumps(plain)}{among}")
+    parts = [inspect.getdoc(inspect.getmodule(method))]
+    parts += (
+        [inspect.getdoc(method.Config), "\n".join(["Defaults:", *defaults])] if defaults else ["It has no options."]
+    )
+    return "\n\n".join(part for part in parts if part)
+
+
 def load(name: str) -> type[Method]:
     """The method called `name` (a name of `names()`, or a dotted module path).
 
@@ -442,8 +492,14 @@ def _checked(name: str, config_type: type[MethodConfig], options: dict[str, Any]
             "Input should be a mapping" if p["type"] == "model_type" else p["msg"].removeprefix("Value error, ")
             for p in kinds
         )
+        broken = problem.get("ctx", {}).get("error")
+        if isinstance(broken, OptionError):
+            keys = [*keys, broken.key]
         place = f"{where}{'.'.join(keys)}".rstrip(".") or f"method {name!r}"
-        raise InputError(f"{place}: {rule} (given: {problem['input']!r})") from None
+        # A rule between options has its own numbers, and all of them are no help beside it.
+        whole = problem["type"] in ("value_error", "missing") and isinstance(problem["input"], dict)
+        given = "" if whole else f" (given: {problem['input']!r})"
+        raise InputError(f"{place}: {rule}{given}") from None
 
 
 def _keys(config_type: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[str], list[str]]:

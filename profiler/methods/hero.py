@@ -55,7 +55,13 @@ from profiler.costs import attention_choice, ffn_choice, shared_choices
 from profiler.errors import InputError, RuleError
 from profiler.execution import depth_memory, history_router
 from profiler.execution.adapter import Adapter
-from profiler.execution.backbone_facts import backbone_facts, base_sample, refuse_another_backbone
+from profiler.execution.backbone_facts import (
+    CONFIG_FILE,
+    backbone_facts,
+    base_sample,
+    checkpoint_facts,
+    refuse_other_weights,
+)
 from profiler.execution.checkpoint_files import read_json, read_tensors
 from profiler.execution.decoder import ADDED, Decoder, decoder
 from profiler.execution.depth_walk import Walk, checkpoint_blocks, lent, predicting, squared_usage
@@ -91,7 +97,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "hero.safetensors"
+METHOD = "hero"
+WEIGHTS_FILE = "hero.safetensors"
 #: Format of a checkpoint folder. 1: config.json and hero.safetensors.
 FORMAT = 1
 THRESHOLD = 0.5
@@ -246,7 +253,7 @@ def _saved_options(config: HeroConfig) -> _Saved | None:
 
 def _agreed(config: HeroConfig, key: str, asked: T | None, saved: T | None, default: T) -> T:
     if asked is not None and saved is not None and asked != saved:
-        raise InputError(f"checkpoint {config.checkpoint}: its {key} is {saved}, the arm asks for {asked}")
+        raise InputError(f"checkpoint {config.checkpoint}: it was made with {key} {saved}, the arm asks for {asked}")
     return asked if asked is not None else saved if saved is not None else default
 
 
@@ -344,6 +351,11 @@ class Hero(Trainable):
             adapter.start(generator)
 
     # -- the method's face ------------------------------------------------------------------------
+
+    @classmethod
+    def check(cls, model: PreTrainedModel, config: HeroConfig, ranks: int = 1) -> None:
+        if config.checkpoint is not None:
+            checkpoint_facts(Path(config.checkpoint), decoder(model), METHOD, FORMAT)
 
     @classmethod
     def choices(cls, model: PreTrainedModel, config: HeroConfig) -> list[Choice]:
@@ -498,17 +510,15 @@ class Hero(Trainable):
         folder.mkdir(parents=True, exist_ok=True)
         options = {key: value for key, value in vars(self.options).items() if key in _Saved.model_fields}
         facts = {
-            "format": FORMAT, **backbone_facts(self.decoder, "hero"), "base": base, "options": options,
+            "format": FORMAT, **backbone_facts(self.decoder, METHOD), "base": base, "options": options,
             "rho": [round(value, 6) for value in self.rho()], "base_sample": base_sample(self.decoder),
         }  # fmt: skip
         (folder / CONFIG_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         save_file(stored, folder / WEIGHTS_FILE)
 
     def restore(self, folder: Path) -> None:
-        facts = read_json(folder, CONFIG_FILE)
-        if facts.get("format") != FORMAT:
-            raise InputError(f"checkpoint {folder}: its format is {facts.get('format')!r}, this version reads {FORMAT}")
-        refuse_another_backbone(folder, facts, self.decoder, "hero")
+        facts = checkpoint_facts(folder, self.decoder, METHOD, FORMAT)
+        refuse_other_weights(folder, facts, self.decoder)
         decided(self.config.model_copy(update={"checkpoint": str(folder)}), self.decoder)  # refuses other options
         mine = self.trainables()
         shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}

@@ -52,7 +52,13 @@ from torch import Tensor, nn
 from profiler.costs import block_choice, key_value_choice, shared_choices, without
 from profiler.errors import InputError, RuleError
 from profiler.execution import lora
-from profiler.execution.backbone_facts import backbone_facts, base_sample, refuse_another_backbone
+from profiler.execution.backbone_facts import (
+    CONFIG_FILE,
+    backbone_facts,
+    base_sample,
+    checkpoint_facts,
+    refuse_other_weights,
+)
 from profiler.execution.blocks import cache_layer, refuse_other_attention, run_gated, run_projecting
 from profiler.execution.checkpoint_files import read_json, read_tensors
 from profiler.execution.decoder import ADDED, ATTENTION_PARTS, decoder
@@ -75,7 +81,7 @@ if TYPE_CHECKING:
 METHOD = "layerroute"
 SKIP, RUN = 0, 1
 KV_PARTS = ("k_proj", "v_proj")
-CONFIG_FILE, ROUTERS_FILE = "config.json", "routers.safetensors"
+ROUTERS_FILE = "routers.safetensors"
 #: Format of a checkpoint folder. 1: config.json, routers.safetensors and, with LoRA, peft's two files.
 FORMAT = 1
 
@@ -234,6 +240,11 @@ class LayerRoute(Trainable):
     # -- the method's face ------------------------------------------------------------------------
 
     @classmethod
+    def check(cls, model: PreTrainedModel, config: LayerRouteConfig, ranks: int = 1) -> None:
+        if config.checkpoint is not None:
+            checkpoint_facts(Path(config.checkpoint), decoder(model), METHOD, FORMAT)
+
+    @classmethod
     def choices(cls, model: PreTrainedModel, config: LayerRouteConfig) -> list[Choice]:
         dec = lora.without_adapters(decoder(model))
         adapters = adapters_of(config)
@@ -327,10 +338,8 @@ class LayerRoute(Trainable):
             lora.save(self.decoder, self.lora, folder, dtype, base)
 
     def restore(self, folder: Path) -> None:
-        facts = read_json(folder, CONFIG_FILE)
-        if facts.get("format") != FORMAT:
-            raise InputError(f"checkpoint {folder}: its format is {facts.get('format')!r}, this version reads {FORMAT}")
-        refuse_another_backbone(folder, facts, self.decoder, METHOD)
+        facts = checkpoint_facts(folder, self.decoder, METHOD, FORMAT)
+        refuse_other_weights(folder, facts, self.decoder)
         shapes = {f"{i}.{n}": tuple(p.shape) for i, r in enumerate(self.routers) for n, p in r.named_parameters()}
         tensors = read_tensors(folder, ROUTERS_FILE, shapes)
         if self.lora is not None:

@@ -58,8 +58,14 @@ from torch import Tensor, nn
 
 from profiler.costs import attention_choice, ffn_choice, shared_choices
 from profiler.errors import InputError, RuleError
-from profiler.execution.backbone_facts import backbone_facts, base_sample, refuse_another_backbone
-from profiler.execution.checkpoint_files import read_json, read_tensors
+from profiler.execution.backbone_facts import (
+    CONFIG_FILE,
+    backbone_facts,
+    base_sample,
+    checkpoint_facts,
+    refuse_other_weights,
+)
+from profiler.execution.checkpoint_files import read_tensors
 from profiler.execution.decoder import ADDED, Decoder, decoder
 from profiler.execution.expert_costs import SITE, expert_choices
 from profiler.execution.expert_parallel import ExpertParallel, membership
@@ -87,7 +93,7 @@ from profiler.execution.instruments import decoder_spans, first_products, head_p
 from profiler.execution.mohge_training import MohgeTraining, save_backbone
 from profiler.execution.routes import ForcedExperts
 from profiler.execution.sequences import Sequences
-from profiler.methods import MethodConfig
+from profiler.methods import MethodConfig, OptionError
 from profiler.recorder import Probe, SpanSite
 from profiler.records import Choice, ParallelRecord
 
@@ -97,7 +103,7 @@ if TYPE_CHECKING:
     from profiler.recorder import Recorder
 
 METHOD = "mohge"
-CONFIG_FILE, WEIGHTS_FILE, BACKBONE = "config.json", "mohge.safetensors", "backbone"
+WEIGHTS_FILE, BACKBONE = "mohge.safetensors", "backbone"
 #: Format of a checkpoint folder. 1: config.json and mohge.safetensors.
 FORMAT = 1
 
@@ -166,29 +172,38 @@ class MohgeConfig(MethodConfig):
     def _fits_together(self) -> MohgeConfig:
         if self.form == "standard":
             if self.size is None:
-                raise ValueError("form standard is the standard MoE of a size: give `size`")
+                raise OptionError("form", "form standard is the standard MoE of a size: give `size`")
             given = [key for key in ("groups", "experts_per_group", "widths", "keep_groups") if getattr(self, key)]
             if given:
-                raise ValueError(f"form standard has one group of the size's experts; leave out {', '.join(given)}")
+                raise OptionError(
+                    "form", f"form standard has one group of the size's experts; leave out {', '.join(given)}"
+                )
         if self.top_p is not None and self.keep_experts is not None:
-            raise ValueError("give `keep_experts` or `top_p`, not both")
+            raise OptionError("keep_experts", "give `keep_experts` or `top_p`, not both")
         if self.scoring == "official" and (self.top_p is not None or not self.renormalise):
-            raise ValueError(
+            raise OptionError(
+                "scoring",
                 "scoring official takes a softmax of a fixed number of chosen probabilities; "
-                "top_p and renormalise false need scoring paper"
+                "top_p and renormalise false need scoring paper",
             )
         shape = _Shape.of(self)
         keep = self.keep_experts or KEEP_EXPERTS
         if shape.keep_groups > shape.groups:
-            raise ValueError(f"keep_groups ({shape.keep_groups}) must be at most groups ({shape.groups})")
+            raise OptionError(
+                "keep_groups", f"keep_groups ({shape.keep_groups}) must be at most groups ({shape.groups})"
+            )
         candidates = shape.keep_groups * shape.per_group
         if self.top_p is None and keep > candidates:
-            raise ValueError(
+            raise OptionError(
+                "keep_experts",
                 f"keep_experts ({keep}) must be at most the experts of the kept groups "
-                f"({shape.keep_groups} x {shape.per_group} = {candidates})"
+                f"({shape.keep_groups} x {shape.per_group} = {candidates})",
             )
         if shape.widths is not None:
-            check_widths(shape.widths, shape.groups, shape.per_group, symmetric=self.symmetric)
+            try:
+                check_widths(shape.widths, shape.groups, shape.per_group, symmetric=self.symmetric)
+            except ValueError as error:
+                raise OptionError("widths", str(error)) from error
         return self
 
 
@@ -242,6 +257,22 @@ def designed(config: MohgeConfig, dec: Decoder) -> Design:
     shared_width = shared * (config.shared_width or shape.standard or mean)
     each = widths_of_experts(widths, shape.groups, shape.per_group)
     return Design(rule, each, shared_width, config.first_dense)
+
+
+def facts_of(folder: Path, dec: Decoder, design: Design) -> dict[str, Any]:
+    """What a checkpoint says of itself, if it is one of this method, for a model of this shape and of this design.
+
+    Raises:
+        InputError: it is not; both sides are named.
+    """
+    facts = checkpoint_facts(folder, dec, METHOD, FORMAT)
+    listed = facts.get("design")
+    theirs = listed if isinstance(listed, dict) else {}
+    for key, value in design.facts().items():
+        if theirs.get(key) != value:
+            made, asked = json.dumps(theirs.get(key)), json.dumps(value)
+            raise InputError(f"checkpoint {folder}: it was made with {key} {made}, the arm asks for {asked}")
+    return facts
 
 
 class _Block(nn.Module):
@@ -346,6 +377,18 @@ class Mohge(MohgeTraining):
     # -- the method's face ------------------------------------------------------------------------
 
     @classmethod
+    def check(cls, model: PreTrainedModel, config: MohgeConfig, ranks: int = 1) -> None:
+        dec = decoder(model, latent=True)
+        design = designed(config, dec)
+        if ranks > len(design.widths):
+            raise InputError(
+                f"parallel.experts ({ranks}) must be at most the experts of a layer ({len(design.widths)}), for every "
+                "rank has one at least"
+            )
+        if config.checkpoint is not None:
+            facts_of(Path(config.checkpoint), dec, design)
+
+    @classmethod
     def choices(cls, model: PreTrainedModel, config: MohgeConfig) -> list[Choice]:
         dec = decoder(model, latent=True)
         design = designed(config, dec)
@@ -356,6 +399,16 @@ class Mohge(MohgeTraining):
             else:
                 found += expert_choices(dec, layer, design, padded=config.strategy == "padded")
         return found
+
+    @classmethod
+    def copied_parameters(cls, model: PreTrainedModel, config: MohgeConfig, device: str) -> int:
+        dec = decoder(model, latent=True)
+        design = designed(config, dec)
+        wide = {
+            "packed": sum(design.widths) if device == "cpu" else 0,
+            "padded": max(design.widths) * len(design.widths),
+        }.get(config.strategy, 0)
+        return 3 * dec.hidden_size * wide * (len(dec.blocks) - design.first_dense)
 
     @property
     def parallel(self) -> ParallelRecord:
@@ -499,15 +552,7 @@ class Mohge(MohgeTraining):
         save_file(stored, folder / WEIGHTS_FILE)
 
     def restore(self, folder: Path) -> None:
-        facts = read_json(folder, CONFIG_FILE)
-        if facts.get("format") != FORMAT:
-            raise InputError(f"checkpoint {folder}: its format is {facts.get('format')!r}, this version reads {FORMAT}")
-        refuse_another_backbone(folder, facts, self.decoder, METHOD)
-        listed = facts.get("design")
-        theirs = listed if isinstance(listed, dict) else {}
-        for key, value in self.design.facts().items():
-            if theirs.get(key) != value:
-                raise InputError(f"checkpoint {folder}: its {key} is {theirs.get(key)!r}, the arm asks for {value!r}")
+        refuse_other_weights(folder, facts_of(folder, self.decoder, self.design), self.decoder)
         mine = self.weights()
         shapes = {name: self._whole_shape(name, tensor) for name, tensor in mine.items()}
         found = read_tensors(folder, WEIGHTS_FILE, shapes)

@@ -34,7 +34,7 @@ def test_sentences_say_what_ran_and_what_would_have_been_better(found: Balance) 
     prefill, decode = (sentence.replace("\u00a0", " ") for sentence in found.headlines)
     assert "the busiest rank computed 2.25 × the mean in the median step and layer, 2.92 × at P95†" in prefill
     assert f"replicated has the lowest P95†, 1.49 × (fitted on the step of {PREFILL}, these included)" in prefill
-    assert decode.endswith("of the placements compared all_size, replicated have the lowest P95†, 2.00 ×.")
+    assert decode.endswith("of the placements compared all_size and replicated have the lowest P95†, 2.00 ×.")
 
 
 def test_one_process_says_that_it_is_judged_as_if(alone: Run) -> None:
@@ -42,7 +42,7 @@ def test_one_process_says_that_it_is_judged_as_if(alone: Run) -> None:
     assert "in a single process: placements are judged as if its tokens had met 4 ranks, predicted" in only.sentence
     assert only.headlines[1].replace("\u00a0", " ") == (
         "In decode, batch 4, 4 tokens of context, of the placements compared on 4 ranks, predicted, "
-        "all_size, replicated have the lowest P95†, 2.00 ×."
+        "all_size and replicated have the lowest P95†, 2.00 ×."
     )
     assert not only.compared["in_force"].any()
     assert "the busiest rank computed" not in " ".join(only.headlines)

@@ -296,6 +296,14 @@ def test_tint_mixes_with_white() -> None:
     assert charts.tint("#0072b2", 0.0) == "#ffffff"
 
 
+def test_numbers_stand_before_their_nouns() -> None:
+    assert [wording.how_many(n, "pair") for n in (0, 1, 2, 2048)] == ["0 pairs", "1 pair", "2 pairs", "2,048 pairs"]
+    assert [wording.how_many(n, "entry", "entries") for n in (1, 2)] == ["1 entry", "2 entries"]
+    listed = [wording.listed(names) for names in ([], ["a"], ["a", "b"], ["a", "b", "c"])]
+    assert listed == ["", "a", "a and b", "a, b and c"]
+    assert wording.cell_label("p", "prefill", 1, 1).replace("\u00a0", " ") == "prefill, batch 1, 1 token"
+
+
 def test_numbers_print_without_surprises() -> None:
     assert wording.percent(0.1876) == "18.8\u00a0%"
     assert wording.percent(-0.1) == "−10.0\u00a0%"

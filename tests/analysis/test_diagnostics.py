@@ -94,7 +94,7 @@ def test_an_input_without_all_its_decisions_is_left_out_and_counted(tmp_path: Pa
     found = skips(run, "routed")
     assert (len(found.requests), found.incomplete) == (10, 1)
     (note,) = eligibility(run)["note"]
-    assert note == "1 inputs left out, of which not every layer is recorded"
+    assert note == "1 input left out, of which not every layer is recorded"
 
 
 def test_skip_rates_by_domain_and_phase(tmp_path: Path) -> None:

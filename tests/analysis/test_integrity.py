@@ -79,7 +79,7 @@ def test_a_run_nobody_changed_is_whole(whole: Path) -> None:
             "table gates has rows of cell 'q', and the manifest's cells are dec",
         ),
         (lambda f: rewrite(f, "steps", "phase", "dream"), "table steps has a phase 'dream'"),
-        (lambda f: rewrite(f, "steps", "step", 7), "1 rows of table steps are there more than once, by step, rank"),
+        (lambda f: rewrite(f, "steps", "step", 7), "table steps has 1 row more than once, by step, rank"),
         (lambda f: rewrite(f, "gates", "arm", None), "table gates has [0-9,]+ rows without a value in column 'arm'"),
         (lambda f: (f / "spec.yaml").write_text("{[:"), r"spec\.yaml: no measure.target_ci can be read from it"),
         (
@@ -112,7 +112,7 @@ def test_steps_that_are_there_twice_are_seen_in_a_run_that_was_not_closed_too(fo
     part = sorted((folder / "steps").glob("*.parquet"))[0]
     rows = pq.read_metadata(part).num_rows
     shutil.copy(part, part.with_name(f"{part.stem} (copy).parquet"))
-    with pytest.raises(StoreError, match=f"{rows:,} rows of table steps are there more than once"):
+    with pytest.raises(StoreError, match=f"table steps has {rows:,} rows more than once"):
         ladder(Run(folder))
 
 

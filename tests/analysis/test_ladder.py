@@ -8,10 +8,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from analysis import charts
 from analysis.ladder import COLUMNS, HEADLINE, RUNGS, VARIANTS, ladder
 from analysis.ladder_tables import BREAK_EVEN_COLUMNS, WIDE_COLUMNS, break_even, ladder_wide
+from analysis.overview import overview
+from analysis.wording import headlines
 from profiler.intervals import ratio_of_medians
-from profiler.records import ArmRecord, CellRecord, Choice
+from profiler.records import ArmRecord, CellRecord, Choice, ModelRecord
 from profiler.store import Run
 from tests.analysis.example_run import write_example_run
 from tests.analysis.tiny_run import step, write_run
@@ -212,7 +215,7 @@ def test_only_steps_that_both_arms_recorded_are_compared(tmp_path: Path) -> None
         ladder(write_run(tmp_path / "run", [dense, arm], {"steps": steps, "rows": rows})), "cell", "hero", "flop_skip"
     )
     assert (row["numerator"], row["denominator"], row["n"]) == (860, 560, 1)
-    assert "1 recorded steps without a partner left out" in row["note"]
+    assert "1 recorded step without a partner left out" in row["note"]
 
 
 # -- timed rungs ----------------------------------------------------------------------------------------------------
@@ -254,7 +257,7 @@ def test_realised_fraction_is_undefined_where_no_flops_were_skipped(tmp_path: Pa
     found = ladder(write_run(tmp_path / "run", [dense, arm], {"steps": steps, "rows": rows}))
     row = figure(found, "cell", "hero", "realised_fraction")
     assert pd.isna(row["value"])
-    assert "undefined: FLOP skip is -0.5357, not above 0" in row["note"]  # 1 − 860 ÷ 560
+    assert "undefined: FLOP skip is −53.6\u00a0%, not above 0" in row["note"]  # 1 − 860 ÷ 560
     # Equal times: an A/A comparison shows no difference.
     saved = figure(found, "cell", "hero", "step_time_saved")
     assert (saved["value"], saved["low"], saved["high"]) == (0, 0, 0)
@@ -277,7 +280,7 @@ def test_the_slowest_rank_makes_the_step(tmp_path: Path) -> None:
     ]
     row = figure(ladder(write_run(tmp_path / "run", arms, {"steps": steps})), "cell", "a", "step_time_saved")
     assert (row["numerator"], row["denominator"], row["value"]) == (5, 10, 0.5)
-    assert "1 pairs: too few for an interval" in row["note"]
+    assert "1 pair: too few for an interval" in row["note"]
 
 
 def test_an_interval_wider_than_the_spec_asked_for_is_said(tmp_path: Path) -> None:
@@ -293,7 +296,95 @@ def test_an_interval_wider_than_the_spec_asked_for_is_said(tmp_path: Path) -> No
     row = figure(found, "cell", "a", "step_time_saved")
     half = (row["high"] - row["low"]) / 2
     assert half > 0.02
-    assert f"interval ±{half:.1%} is wider than the target ±2.0%, stopped by budget" in row["note"]
+    said = f"interval ±{100 * half:.1f} % is wider than the target ±2.0 %, stopped by budget"
+    assert said in row["note"].replace("\u00a0", " ")
+
+
+@pytest.mark.parametrize(
+    ("repeats", "pairs", "note", "enough"),
+    [
+        (1, 8, "1 repeat: too few to judge, which takes 3", False),
+        (2, 8, "2 repeats: too few to judge, which takes 3", False),
+        (4, 4, "4 pairs: too few to judge, the interval is too narrow to be a 95 % one", False),
+        (1, 2, "2 pairs: too few for an interval", False),
+        (3, 5, "", True),
+        (0, 5, "", True),  # a cell that was not closed: its repeats are unknown
+    ],
+)
+def test_a_time_of_too_few_repeats_says_so_on_its_row_and_by_the_rule_of_the_break_even(
+    tmp_path: Path, repeats: int, pairs: int, note: str, enough: bool
+) -> None:
+    arms = [ArmRecord(name="a", method="any", twin="b"), ArmRecord(name="b", method="dense")]
+    steps = [
+        step(arm, 2 * i + k, index=i, wall_ns=ms * 1_000_000)
+        for i in range(pairs)
+        for k, (arm, ms) in enumerate((("a", 2), ("b", 4)))
+    ]
+    cells = [CellRecord(name="cell", phase="decode", batch=4, length=4, done=True, repeats=repeats)]
+    run = write_run(tmp_path / "run", arms, {"steps": steps}, cells=cells)
+    found = ladder(run)
+    assert figure(found, "cell", "a", "step_time_saved")["note"] == note
+    (wide,) = ladder_wide(found[found["arm"] == "a"]).to_dict("records")
+    assert (wide["judged"], note in wide["note"]) == (enough, True)
+    (even,) = break_even(run, found)["break_even"]
+    assert even == ("none seen: saves at the one batch swept" if enough else "not judged: too few repeats at batch 4")
+    (said,) = headlines(ladder_wide(found[found["arm"] == "a"]), {"a": "a"})
+    doubt = "too few pairs for an interval" if pairs < 3 else "%, too few repeats to judge" if not enough else "%"
+    assert said.endswith(f"{doubt}).")
+
+
+MODEL = ModelRecord(
+    source="tiny", architecture="L", parameters=1, layers=1, hidden=1, dtype="float32", device="cpu", device_name="cpu",
+    random_weights=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "a_ms", "b_ms", "saved", "why"),
+    [
+        # Bare steps take 1 ms and 2 ms. Kernels of 0.4 to 1.5 of that are of steps like them.
+        ("cpu", 0.9, 1.8, 0.5, ""),
+        ("cpu", 1.49, 0.81, 1 - 1.49 / 0.81, ""),
+        ("cpu", 0.9, 4.84, None, "2.42 × (b) a median bare step, outside 0.4 to 1.5"),
+        ("cpu", 0.06, 5.0, None, "0.06 × (a) and 2.50 × (b) a median bare step, outside 0.4 to 1.5"),
+        ("cpu", 1600.0, 1.8, None, "1,600.00 × (a) a median bare step, outside 0.4 to 1.5"),
+        # A device may idle while the host launches.
+        ("cuda:0", 0.06, 1.8, 1 - 0.06 / 1.8, ""),
+        ("cuda:0", 0.06, 3.2, None, "1.60 × (b) a median bare step, above 1.5"),
+    ],
+)
+def test_kernel_time_is_unsupported_where_the_trace_is_of_other_steps_than_the_timed(
+    tmp_path: Path, device: str, a_ms: float, b_ms: float, saved: float | None, why: str
+) -> None:
+    arms = [ArmRecord(name="a", method="any", twin="b"), ArmRecord(name="b", method="dense")]
+    bare = [step(arm, 2 * r + k, repeat=r, wall_ns=(1 + k) * 1_000_000) for r in range(5) for k, arm in enumerate("ab")]
+    traced = [step("a", 20, "traced", wall_ns=None), step("b", 21, "traced", wall_ns=None)]
+    kernels = [
+        {"arm": arm, "step": number, "stream": 0, "name": "mm", "category": "gemm", "segment": "ffn", "layer": 0,
+         "start_ns": 0, "dur_ns": round(ms * 1e6)}
+        for arm, number, ms in (("a", 20, a_ms), ("b", 21, b_ms))
+    ]  # fmt: skip
+    run = write_run(
+        tmp_path / "run", arms, {"steps": [*bare, *traced], "kernels": kernels},
+        model=MODEL.model_copy(update={"device": device}),
+    )  # fmt: skip
+    found = ladder(run)
+    row = figure(found, "cell", "a", "kernel_time_saved")
+    assert (row["numerator"], row["denominator"], row["n"]) == (a_ms, b_ms, 1)  # what there is can be checked
+    unsupported = overview(run, found).unsupported["metric"].tolist()
+    if saved is not None:
+        assert (row["value"], row["note"], unsupported) == (pytest.approx(saved), "", [])
+    else:
+        assert pd.isna(row["value"])
+        assert row["note"] == f"kernel time unsupported: a traced step's kernels took {why}"
+        assert unsupported == ["kernel time saved by a in cell"]
+        # The chart draws nothing there, nor what was lost on the way to it, and says why.
+        rows = found[(found["arm"] == "a") & (found["variant"] == found["rung"].map(HEADLINE))]
+        chart = charts.ladder(rows, "a", charts.Look.of(run.manifest), "b")
+        assert next(trace for trace in chart.data if len(trace.y) == 6).x[3] is None
+        assert not [trace for trace in chart.data if len(trace.y) == 1 and trace.y[0].startswith("Kernel time")]
+        said = next(note.text for note in chart.layout.annotations if note.y.startswith("Kernel time"))
+        assert f"took {why}" in said.replace("<br>", " ")
 
 
 # -- what is always there -------------------------------------------------------------------------------------------
@@ -390,7 +481,8 @@ def test_wide_has_headlines_and_both_times(example: Run, frame: pd.DataFrame) ->
 
 def swept(*intervals: tuple[int, float, float]) -> pd.DataFrame:
     base = {"cell": "cell", "phase": "prefill", "length": 4, "arm": "a", "twin": "b", "rung": "step_time_saved"}
-    return pd.DataFrame([{**base, "batch": b, "low": low, "high": high, "n": 8} for b, low, high in intervals])
+    base |= {"repeats": 8, "n": 8}
+    return pd.DataFrame([{**base, "batch": b, "low": low, "high": high} for b, low, high in intervals])
 
 
 NAN = float("nan")
@@ -412,8 +504,32 @@ NAN = float("nan")
             (1, 1, None, None, 4, 4),
             "none seen: saves where it is clear, unclear at batch 4",
         ),
-        ([(1, -0.1, 0.2), (2, 0.0, 0.2)], (None, None, None, None, 1, 2), "not decided: every interval holds 0"),
-        ([(1, NAN, NAN)], (None,) * 6, "not judged: too few repeats"),
+        (
+            [(1, -0.1, 0.2), (2, 0.0, 0.2)],
+            (None, None, None, None, 1, 2),
+            "not decided: the interval holds 0 at batches 1 and 2",
+        ),
+        ([(1, NAN, NAN)], (None,) * 6, "not judged: too few repeats at batch 1"),
+        (
+            [(1, -0.1, 0.2), (4, NAN, NAN)],
+            (None, None, None, None, 1, 1),
+            "not decided: the interval holds 0 at batch 1; too few repeats to judge batch 4",
+        ),
+        (
+            [(1, -0.2, -0.1), (4, NAN, NAN), (8, NAN, NAN)],
+            (None, None, 1, 1, None, None),
+            "none seen: loses at the one batch judged; too few repeats to judge batches 4 and 8",
+        ),
+        (
+            [(1, -0.2, -0.1), (2, -0.2, -0.1), (4, NAN, NAN)],
+            (None, None, 1, 2, None, None),
+            "none seen: loses at every batch judged; too few repeats to judge batch 4",
+        ),
+        (
+            [(1, -0.2, -0.1), (4, NAN, NAN), (8, 0.1, 0.2)],
+            (8, 8, 1, 1, None, None),
+            "between batch 1 (loses) and 8 (saves); too few repeats to judge batch 4",
+        ),
     ],
 )
 def test_break_even(
@@ -427,7 +543,7 @@ def test_break_even(
     assert tuple(None if pd.isna(row[name]) else row[name] for name in names) == bounds
     assert row["break_even"] == words
     assert row["batches"] == ", ".join(str(batch) for batch, *_ in sorted(intervals))
-    assert ("too few repeats to judge batch 1" in row["note"]) == (words == "not judged: too few repeats")
+    assert row["note"] == ""
 
 
 def test_break_even_of_the_example(example: Run) -> None:

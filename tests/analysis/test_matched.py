@@ -67,8 +67,8 @@ def test_each_arm_stands_against_the_first_that_skips(tmp_path: Path) -> None:
     assert frame.loc["far", "note"] == "not at the same rate: skips 5.0 points more; synthetic route"
     assert frame.loc["near", "note"] == "trained as variant full, run as no_path"
     about = compared(run)
-    assert about.sentences == [
-        "far skipped 65.0% of pairs of token and routed layer and full 60.0%: more than 1 point apart, so this is no "
+    assert [said.replace("\u00a0", " ") for said in about.sentences] == [
+        "far skipped 65.0 % of pairs of token and routed layer and full 60.0 %: more than 1 point apart, so this is no "
         "fair comparison.",
         "Thresholds were found on the held-out inputs themselves, so that rates match there, from decisions alone.",
     ]
@@ -76,9 +76,9 @@ def test_each_arm_stands_against_the_first_that_skips(tmp_path: Path) -> None:
 
 def test_arms_that_match_are_said_to(tmp_path: Path) -> None:
     about = compared(run_of(tmp_path, {"full": 120, "near": 119}, {}, near={"options": {"variant": "no_path"}}))
-    assert about.sentences == [
-        "Every arm skipped within 1 point of the one it stands against, and can be read against it; all skipped 59.5% "
-        "to 60.0% of pairs of token and routed layer."
+    assert [said.replace("\u00a0", " ") for said in about.sentences] == [
+        "Every arm skipped within 1 point of the one it stands against, and can be read against it; all skipped 59.5 "
+        "to 60.0 % of pairs of token and routed layer."
     ]
     assert about.table["verdict"].tolist() == ["the reference", "not measured"]
     assert about.table["perplexity"].isna().all()

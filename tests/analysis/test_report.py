@@ -329,6 +329,28 @@ class TestOtherFormats:
         pd.testing.assert_series_equal(read["value"], frame["value"], check_dtype=False)
         assert list(read["rung"]) == list(frame["rung"])
 
+    def test_what_arms_said_is_shown_by_cell(self, example: Run) -> None:
+        rows = Page(report.render_html(example)).table("Cell", "dense", "routed", "forced")
+        assert [row["Cell"] for row in rows] == ["prefill-b1-l32", "prefill-b4-l32", "decode-b4-c32-n4"]
+        assert {(row["dense"], row["routed"], row["forced"]) for row in rows} == {
+            ("0123456789ab", "fedcba987654", "fedcba987654")
+        }
+        text = report.render_markdown(example)
+        assert "| prefill-b1-l32 | 0123456789ab | fedcba987654 | fedcba987654 |" in text
+        assert "The first 12 hex digits of the SHA-256 of the likeliest next tokens" in text
+        told = json.loads(report.render_json(example))["overview"]["outputs"]
+        assert told[0] == {"cell": "prefill-b1-l32", "arm": "dense", "sha256": "0123456789abcdef" * 4}
+
+    def test_a_run_whose_outputs_are_unknown_shows_no_empty_table(self, tmp_path: Path) -> None:
+        run = Run(write_example_run(tmp_path / "run", origin="session", arms=("routed",)))
+        assert "Same tokens?" not in report.render_markdown(run)
+        assert "Same tokens?" not in report.render_html(run)
+
+    def test_a_timestamp_does_not_break(self, example: Run) -> None:
+        html = report.render_html(example)
+        assert "<time>2026-01-02T03:04:05Z</time>" in html
+        assert "time { white-space: nowrap; }" in html
+
     def test_markdown_shows_the_same_figures(self, example: Run) -> None:
         text = report.render_markdown(example).replace("\u00a0", " ")
         row = next(x for x in text.splitlines() if x.startswith("| prefill, batch 4, 32 tokens | routed |"))

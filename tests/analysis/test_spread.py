@@ -121,4 +121,4 @@ def test_seeds_that_skip_nothing_have_no_overlap_to_speak_of() -> None:
     shown = values([(0.0, 0.0, 0.0)] * 3).assign(part=spread.PATTERN, figure=spread.SKIPPED)
     lines = spread.lines(shown, pairs_of([(nan, 1, 1, 1), (0, 0.9, 0.8, 0.9), (0, 0.9, 0.8, 0.9)]), ["a"])
     layers = lines[lines["figure"] == spread.LAYERS].iloc[0]
-    assert (layers["mean"], layers["note"]) == (0, "3 pairs; 1 pairs skip nothing at all")
+    assert (layers["mean"], layers["note"]) == (0, "3 pairs; 1 pair skips nothing at all")

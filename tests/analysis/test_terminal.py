@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from analysis.terminal import render
-from profiler.records import ArmRecord, RuleRecord
+from profiler.records import ArmRecord, CellRecord, RuleRecord
 from profiler.store import Run
 from tests.analysis.example_run import write_example_run
 from tests.analysis.tiny_run import step, write_run
@@ -30,6 +30,39 @@ def line_after(text: str, start: str, then: str) -> str:
     lines = text.splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith(start))
     return next(line for line in lines[at:] if line.startswith(then))
+
+
+def test_what_too_few_repeats_cannot_show_is_said_at_the_break_even_and_on_the_row(tmp_path: Path) -> None:
+    arms = [ArmRecord(name="a", method="any", twin="b"), ArmRecord(name="b", method="dense")]
+    cells = [
+        CellRecord(
+            name=f"d{batch}",
+            phase="decode",
+            batch=batch,
+            length=4,
+            done=True,
+            repeats=repeats,
+            stopped="budget",
+            warmup_s=warmup_s,
+        )
+        for batch, repeats, warmup_s in ((1, 3, None), (4, 1, 39.51))
+    ]
+    # Batch 1: from half to one and a half of the twin's 2 ms. Batch 4: always half of it, once.
+    walls = {"d1": (1, 3, 1, 3, 1, 3), "d4": (1, 1, 1, 1, 1, 1)}
+    steps = [
+        step(arm, 100 * c + 2 * i + k, repeat=i, cell=cell, wall_ns=ms * 1_000_000)
+        for c, (cell, own) in enumerate(walls.items())
+        for i, taken in enumerate(own)
+        for k, (arm, ms) in enumerate((("a", taken), ("b", 2)))
+    ]
+    text = printed(write_run(tmp_path / "run", arms, {"steps": steps}, cells=cells), width=120)
+    said = "not decided: the interval holds 0 at batch 1; too few repeats to judge batch 4"
+    assert said in " ".join(line_after(text, "Break-even", "a ").split())
+    said = "decode, batch 4, 4 tokens of context  1 repeat, stopped by budget, of which warm-up took 39.5 s"
+    assert said in text
+    assert "decode, batch 1, 4 tokens of context  3 repeats, stopped by budget\n" in text
+    rungs = text[text.index("decode, batch 4") : text.index("Break-even")]
+    assert "1 repeat: too few to judge, which takes 3" in " ".join(rungs.split())
 
 
 def test_the_ladder_row_by_row(example: Run) -> None:

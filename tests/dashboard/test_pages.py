@@ -54,6 +54,15 @@ def column(app: AppTest, title: str) -> list[str]:
     raise AssertionError(f"no table has a column {title!r}")
 
 
+def test_what_arms_said_is_shown_with_how_the_run_was_made(monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
+    app = open_page(monkeypatch, runs, RUNS, run="whole")
+    found = next(element.value for element in app.table if list(element.value) == ["Cell", "dense", "routed", "forced"])
+    assert set(found["dense"]) == {"0123456789ab"}
+    assert set(found["routed"]) == set(found["forced"]) == {"fedcba987654"}
+    assert "The first 12 hex digits of the SHA-256 of the likeliest next tokens" in said(app.caption)
+    assert "likeliest next tokens" not in said(open_page(monkeypatch, runs, RUNS, run="session").caption)
+
+
 @pytest.mark.parametrize(
     ("folder", "page"),
     [

@@ -56,6 +56,26 @@ def test_both_trees_of_an_arm_answer_alike_and_only_one_is_watched() -> None:
     assert arm.recorded.recorder._handles != []
 
 
+@pytest.mark.parametrize("method", ["layerroute", "hero", "mohge", "static_depth", "dense"])
+def test_what_a_method_adds_is_held_once_and_watched_in_one_tree_only(method: str) -> None:
+    options = {"static_depth": {"layers": [1]}, "layerroute": {"lora": True}}.get(method, {})
+    arm = arms.build(random_model("llama"), "mine", method, options, "dense")
+    bare, recorded = (dict(handle.model.named_parameters()) for handle in (arm.bare, arm.recorded))
+    assert bare.keys() == recorded.keys()
+    assert all(recorded[name] is bare[name] for name in bare)
+    handles = (arm.bare, arm.recorded)
+    assert [handle.model.gatewise is handle for handle in handles] == [True, True]
+    assert arm.bare.recorder is not arm.recorded.recorder
+    steps: list[object] = []
+    arm.recorded.recorder.mode, arm.recorded.recorder.sink = "record", steps.append
+    batch = padded(prompts_of([9, 4]), "left")
+    with torch.no_grad():
+        y = arm.bare.model(**batch).logits
+        assert steps == []
+        assert torch.equal(arm.recorded.model(**batch).logits, y)
+    assert len(steps) == 1
+
+
 def test_the_record_says_what_the_arm_is() -> None:
     model = random_model("llama")
     record = arms.build(model, "mine", "layerroute", {"gates": {"forced": {"ratio": 0.5, "seed": 3}}}, "dense").record

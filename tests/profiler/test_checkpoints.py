@@ -50,9 +50,19 @@ def test_a_model_none_ships_for_is_named_beside_those_there_are(shipped: Path) -
     model = models.skeleton(models.config("qwen2.5-0.5b"))
     message = (
         r"none ships for method 'layerroute' on this model \(Qwen2ForCausalLM, 24 layers of width 896\); those that "
-        r"ship: layerroute on large \(LlamaForCausalLM, 12 layers of width 64\); layerroute on small"
+        r"ship: layerroute-large \(layerroute; LlamaForCausalLM, 12 layers of width 64\); layerroute-small \("
     )
     with pytest.raises(InputError, match=message):
         checkpoints.resolve("layerroute", {"checkpoint": "builtin"}, model)
     with pytest.raises(InputError, match="none ships for method 'hero'"):
         checkpoints.resolve("hero", {"checkpoint": "builtin"}, models.load("tiny").model)
+
+
+def test_those_that_ship_are_listed_once_each_by_a_name_that_tells_them_apart() -> None:
+    with pytest.raises(InputError, match="none ships for method 'layerroute'") as refused:
+        checkpoints.resolve("layerroute", {"checkpoint": "builtin"}, models.skeleton(models.config("tiny")))
+    listed = str(refused.value).partition("those that ship: ")[2].split("); ")
+    assert [entry.partition(" (")[0] for entry in listed] == [Path(f).name for f in checkpoints.builtin_checkpoints()]
+    assert len({entry.partition(" (")[2] for entry in listed}) == len(listed)  # also by what they are
+    assert "variant wide_local" in str(refused.value)
+    assert "runs/" not in str(refused.value)

@@ -112,6 +112,11 @@ def spec_with(old: str = "", new: str = "") -> str:
             "s.yaml: arms.routed: static_depth: layers: 7 is none of this model's, which are 0 to 5",
         ),
         (
+            "method: layerroute",
+            "method: layerroute, checkpoint: gone",
+            "s.yaml: arms.routed: checkpoint gone: there is no such folder",
+        ),
+        (
             "name: routed, method: layerroute}",
             "name: a, method: layerroute, twin: b}\n  - {name: b, method: layerroute, twin: a}",
             "s.yaml: arms.a.twin: twins must lead to an arm that has none, and these go round: a → b → a",

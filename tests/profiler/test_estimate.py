@@ -63,9 +63,25 @@ def test_memory_is_weights_once_and_a_cache_for_every_unit_of_a_decode_cell() ->
     half = estimate.estimate(
         spec(cells={"prefill": {"batch": [1], "length": [1]}}, model={"source": "tiny", "dtype": "bfloat16"})
     )
-    assert base - half.memory_bytes == pytest.approx(312_320 * 2, rel=0.01)
+    routers = 6 * (64 + 1)  # once in the run, and three times while they are checked
+    assert base - half.memory_bytes == pytest.approx((312_320 + 4 * routers) * 2, rel=0.01)
     large = estimate.estimate(spec(model={"source": "llama-3.1-8b", "dtype": "bfloat16"}))
     assert large.memory_bytes == pytest.approx(8_030_261_248 * 2, rel=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["packed", "padded", "per_width"])
+def test_memory_holds_what_an_arm_adds_with_its_copies_and_once_more_while_it_is_checked(strategy: str) -> None:
+    def of(widths: list[int]) -> int:
+        options = {"groups": 2, "experts_per_group": 3, "keep_groups": 2, "keep_experts": 2, "shared": 0, "seed": 0}
+        arm = {"name": "m", "method": "mohge", "twin": "d", **options, "widths": widths, "strategy": strategy}
+        arms = [{"name": "d", "method": "dense"}, arm]
+        return estimate.estimate(spec(arms=arms, cells={"prefill": {"batch": [1], "length": [1]}})).memory_bytes
+
+    # 5 layers of 3 experts of each of two widths, 3 x 64 numbers a neuron, float32.
+    more = 5 * 3 * (1000 + 2000 - 500 - 1000) * 3 * 64 * 4
+    # Once in the run, twice in two trees being checked, once in their twin; and copies in both trees of both.
+    copied = {"packed": more, "padded": 5 * 6 * (2000 - 1000) * 3 * 64 * 4, "per_width": 0}[strategy]
+    assert of([1000, 2000]) - of([500, 1000]) == pytest.approx(4 * more + 4 * copied, rel=1e-3)
 
 
 def test_disk_grows_with_decisions_and_traces() -> None:

@@ -402,6 +402,7 @@ def test_warm_up_takes_half_the_budget_at_most(
     # Ten repeats of 0.945 s fit: six warm up (the sixth begins before half is spent), four are timed.
     assert steps[steps["pass"] == "warmup"]["repeat"].nunique() == 6
     assert (given.cell.stopped, given.cell.repeats) == ("budget", 4)
+    assert given.cell.warmup_s == pytest.approx(6 * 0.945)
 
 
 def test_progress_is_told_between_repeats_and_reaches_the_whole(

@@ -281,7 +281,12 @@ def test_one_process_does_not_go_on_with_a_run_of_three(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("started", "given", "problem"),
     [
-        (2, spec(), r"parallel.experts \(3\) must be the number of processes started \(2\)"),
+        (
+            2,
+            spec(),
+            r"parallel.experts \(3\) must be the number of processes started \(2\): start torchrun --nproc-per-node 3, "
+            "or say --set parallel.experts=2$",
+        ),
     ],
 )
 def test_as_many_processes_as_the_spec_says(

@@ -122,8 +122,12 @@ def test_resuming_with_ranks_on_other_nodes_is_refused_and_on_other_hosts_not(tm
 def test_resuming_a_complete_run_is_refused(writer: RunWriter) -> None:
     writer.finish("complete")
     before = files(writer.folder)
-    with pytest.raises(InputError, match="the run is complete; a run is never changed after it is closed"):
+    with pytest.raises(InputError) as refused:
         RunWriter(writer.folder, manifest(), resume=True)
+    assert str(refused.value) == (
+        f"--resume {writer.folder}: the run is complete, and a run is never changed after it is closed; read it with "
+        f"`python -m profiler report {writer.folder}`, or start another under a new --out"
+    )
     assert files(writer.folder) == before
 
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import optimize
 
 from profiler.errors import InputError
 from profiler.execution.placement import (
@@ -315,6 +323,43 @@ def test_the_program_itself_keeps_what_it_is_told() -> None:
     # No placement is at most 9; three experts of width 1 fit nowhere where a rank may hold 1.
     assert solve(loads, widths, 2, 2, at_most=9, time_limit_s=10) == Solution(None, 10.0, True)
     assert solve(loads, widths, 2, 1, at_most=None, time_limit_s=10).rank_E is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_the_solver_prints_is_not_seen_and_what_others_print_is(
+    fails: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c, milp = ctypes.CDLL(None), optimize.milp
+
+    def chatty(*given: Any, **more: Any) -> Any:
+        os.write(1, b"at once\n")
+        c.puts(b"kept by C until it is flushed")
+        if fails:
+            raise MemoryError
+        return milp(*given, **more)
+
+    monkeypatch.setattr(optimize, "milp", chatty)
+    c.puts(b"before")
+    with pytest.raises(MemoryError) if fails else nullcontext():
+        found = solve(np.array([9, 1]), np.array([1, 1]), 2, 1, at_most=None, time_limit_s=10)
+        assert found.bound == pytest.approx(9)
+    c.puts(b"after")
+    c.fflush(None)
+    os.write(1, b"last\n")
+    assert capfd.readouterr().out == "before\nafter\nlast\n"
+
+
+def test_the_solver_works_where_there_is_no_stdout() -> None:
+    code = (
+        "import os, numpy as np; os.close(1)\n"
+        "from profiler.execution.placement_program import solve\n"
+        "found = solve(np.array([9, 1]), np.array([1, 1]), 2, 1, at_most=None, time_limit_s=10)\n"
+        "assert sorted(found.rank_E) == [0, 1]\n"
+        "try: os.fstat(1)\n"
+        "except OSError: os._exit(0)\n"
+        "raise AssertionError('descriptor 1 is open')\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3]).returncode == 0
 
 
 def test_nothing_measured_is_nothing_to_balance() -> None:

@@ -38,6 +38,21 @@ BATCHES = {
 }
 
 
+@pytest.mark.parametrize("name", methods.names())
+def test_every_option_is_described_with_its_default(name: str) -> None:
+    text = methods.description(name)
+    assert text.startswith(methods.summaries()[name])
+    options = methods.load(name).Config.model_fields
+    for option in options:
+        assert text.count(option) >= 2, f"{option} has no word said of it"
+        assert f"\n    {option}: " in text
+    assert ("It has no options." in text) == (not options)
+
+
+def test_a_choice_among_few_is_listed() -> None:
+    assert 'strategy: "packed"   one of sequential, per_width, padded, packed' in methods.description("mohge")
+
+
 @pytest.fixture(params=[*arms(), *PROJECTING], ids=str)
 def arm(request: pytest.FixtureRequest) -> Arm:
     return request.param

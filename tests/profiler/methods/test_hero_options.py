@@ -101,19 +101,19 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_both_sides(tmp_path: Pat
     handle, _ = routed(layers=[0, 4], adapter_width=5)
     handle.save(folder, base="tiny")
     for options, message in [
-        ({"layers": [0, 5]}, r"its layers is \[0, 4\], the arm asks for \[0, 5\]"),
-        ({"budget": 0.25}, r"its layers is \[0, 4\], the arm asks for \[3, 4, 5\]"),
-        ({"adapter_width": 6}, "its adapter_width is 5, the arm asks for 6"),
+        ({"layers": [0, 5]}, r"it was made with layers \[0, 4\], the arm asks for \[0, 5\]"),
+        ({"budget": 0.25}, r"it was made with layers \[0, 4\], the arm asks for \[3, 4, 5\]"),
+        ({"adapter_width": 6}, "it was made with adapter_width 5, the arm asks for 6"),
         ({"variant": "wide_local"}, "it was trained as variant full, whose parameters are not those of wide_local"),
     ]:
         with pytest.raises(InputError, match=message):
             routed(checkpoint=str(folder), **options)
-    with pytest.raises(InputError, match="its architecture is 'LlamaForCausalLM', this model's is 'Qwen2ForCausalLM'"):
+    with pytest.raises(InputError, match="it was made for a LlamaForCausalLM, this model is a Qwen2ForCausalLM"):
         routed("qwen2", checkpoint=str(folder))
     with pytest.raises(InputError, match="it was trained on tiny; this model has its shape and other weights"):
         routed(model=exact_model("llama", seed=1), checkpoint=str(folder))
     plain, _ = routed()
-    with pytest.raises(InputError, match=r"its layers is \[0, 4\], the arm asks for \[3, 4, 5\]"):
+    with pytest.raises(InputError, match=r"it was made with layers \[0, 4\], the arm asks for \[3, 4, 5\]"):
         plain.restore(folder)
     config = folder / "config.json"
     whole = config.read_text()
@@ -125,6 +125,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_both_sides(tmp_path: Pat
         config.write_text(json.dumps({**json.loads(whole), key: value}))
         with pytest.raises(InputError, match=message):
             routed(checkpoint=str(folder))
+    config.write_text(json.dumps({**json.loads(whole), "method": "mohge", "options": None}))
+    with pytest.raises(InputError, match="it was made by method mohge, and the arm's is hero"):
+        routed(checkpoint=str(folder))
     config.write_text(whole)
     (folder / "hero.safetensors").unlink()
     with pytest.raises(InputError, match=r"hero.safetensors cannot be read"):

@@ -273,7 +273,7 @@ def test_labels_say_what_was_forced() -> None:
         ({"lora": {"rank": True}}, r"lora.rank: .* valid integer \(given: True\)"),
         ({"gates": {"forced": {"ratio": 2}}}, r"arms.a.gates.forced.ratio: .* less than or equal to 1 \(given: 2\)"),
         ({"gates": {"forced": {"ratio": 0.3, "patern": "random"}}}, "gates.forced.patern: .* did you mean 'pattern'"),
-        ({"gates": {"forced": {}}}, "arms.a.gates.forced.ratio: Field required"),
+        ({"gates": {"forced": {}}}, "arms.a.gates.forced.ratio: Field required$"),
         ({"kv_policy": "hole"}, "arms.a.kv_policy: Input should be "),
     ],
 )
@@ -509,8 +509,8 @@ def test_an_arm_with_a_checkpoint_is_trained(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_hidden_layers": 4}, "its layers is 6, this model's is 4"),
-        ({"hidden_size": 64}, "its hidden_size is 32, this model's is 64"),
+        ({"num_hidden_layers": 4}, "it was made for 6 layers, this model has 4"),
+        ({"hidden_size": 64}, "it was made for a hidden size of 32, this model has 64"),
     ],
 )
 def test_a_checkpoint_of_another_size_names_both_sides(saved: Path, settings: dict[str, Any], message: str) -> None:
@@ -535,7 +535,7 @@ BROKEN = {
     "torn routers": (lambda f: (f / "routers.safetensors").write_bytes(b"torn"), "routers.safetensors cannot be read"),
     "not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
     "a list": (lambda f: (f / "config.json").write_text("[1]"), "must hold a JSON object"),
-    "another method": (lambda f: _facts(f, method="hero"), "its method is 'hero', this model's is 'layerroute'"),
+    "another method": (lambda f: _facts(f, method="hero"), "it was made by method hero, and the arm's is layerroute"),
     "a missing key": (lambda f: _rewrite(f, lambda t: t.pop("3.bias")), r"missing tensors \['3.bias'\]"),
     "a key too many": (lambda f: _rewrite(f, lambda t: t.update(x=torch.ones(1))), r"unexpected tensors \['x'\]"),
     "another shape": (

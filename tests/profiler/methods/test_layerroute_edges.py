@@ -214,8 +214,8 @@ def run_with(checkpoint: Path, out: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_hidden_layers": 4, "hidden_size": 64}, "its layers is 4, this model's is 6"),
-        ({}, "its hidden_size is 32, this model's is 64"),
+        ({"num_hidden_layers": 4, "hidden_size": 64}, "it was made for 4 layers, this model has 6"),
+        ({}, "it was made for a hidden size of 32, this model has 64"),
         ({"hidden_size": 64}, "it was trained on another model; this model has its shape and other weights"),
     ],
 )

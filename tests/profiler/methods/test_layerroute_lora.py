@@ -262,8 +262,8 @@ def test_rounding_the_backbone_does_not_make_it_another(checkpoint: Path) -> Non
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_attention_heads": 8}, "its attention_heads is 4, this model's is 8"),
-        ({"num_key_value_heads": 4}, "its key_value_heads is 2, this model's is 4"),
+        ({"num_attention_heads": 8}, "it was made for 4 attention heads, this model has 8"),
+        ({"num_key_value_heads": 4}, "it was made for 2 key-value heads, this model has 4"),
     ],
 )
 def test_a_checkpoint_of_other_heads_names_both(checkpoint: Path, settings: dict[str, Any], message: str) -> None:
@@ -272,7 +272,7 @@ def test_a_checkpoint_of_other_heads_names_both(checkpoint: Path, settings: dict
 
 
 def test_a_checkpoint_of_another_architecture_names_both(checkpoint: Path) -> None:
-    message = "its architecture is 'LlamaForCausalLM', this model's is 'Qwen2ForCausalLM'"
+    message = "it was made for a LlamaForCausalLM, this model is a Qwen2ForCausalLM"
     with pytest.raises(InputError, match=message):
         wrapped(exact_model("qwen2-untied"), "layerroute", checkpoint=str(checkpoint))
 

@@ -368,25 +368,38 @@ def test_balancing_collects_each_layer_s_losses_with_their_weights_pads_left_out
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"groups": 4, "keep_groups": 5}, "keep_groups (5) must be at most groups (4)"),
+        ({"groups": 4, "keep_groups": 5}, "keep_groups: keep_groups (5) must be at most groups (4)"),
         (
             {"groups": 4, "keep_groups": 1},
-            "keep_experts (6) must be at most the experts of the kept groups (1 x 4 = 4)",
+            "keep_experts: keep_experts (6) must be at most the experts of the kept groups (1 x 4 = 4)",
         ),
-        ({"keep_experts": 2, "top_p": 0.5}, "give `keep_experts` or `top_p`, not both"),
-        ({"scoring": "official", "renormalise": False}, "need scoring paper"),
-        ({"form": "standard"}, "give `size`"),
-        ({"form": "standard", "size": "3B", "groups": 4}, "leave out groups"),
-        ({"widths": [1, 2, 3]}, "one for all, or one a group (8); 3 are given"),
-        ({"groups": 2, "experts_per_group": 4, "widths": [3, 5, 5], "keep_groups": 2}, "3 are given"),
-        ({"widths": [1, 2, 3, 4, 5, 6, 7, 9], "symmetric": True}, "1 + 9 = 10 while 2 + 7 = 9"),
-        ({"gropus": 3}, "did you mean 'groups'"),
+        ({"keep_experts": 2, "top_p": 0.5}, "keep_experts: give `keep_experts` or `top_p`, not both"),
+        (
+            {"scoring": "official", "renormalise": False},
+            "scoring: scoring official takes a softmax of a fixed number of chosen probabilities; top_p and "
+            "renormalise false need scoring paper",
+        ),
+        ({"form": "standard"}, "form: form standard is the standard MoE of a size: give `size`"),
+        (
+            {"form": "standard", "size": "3B", "groups": 4},
+            "form: form standard has one group of the size's experts; leave out groups",
+        ),
+        ({"widths": [1, 2, 3]}, "widths: widths must be one for all, or one a group (8); 3 are given"),
+        (
+            {"groups": 2, "experts_per_group": 4, "widths": [3, 5, 5], "keep_groups": 2},
+            "widths: widths must be one for all, or one a group (2); 3 are given",
+        ),
+        (
+            {"widths": [1, 2, 3, 4, 5, 6, 7, 9], "symmetric": True},
+            "widths: symmetric widths need the same sum of every pair, and 1 + 9 = 10 while 2 + 7 = 9",
+        ),
+        ({"gropus": 3}, "gropus: method 'mohge' has no such option; did you mean 'groups'?"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as refused:
-        methods.configure("mohge", options)
-    assert message in str(refused.value)
+        methods.configure("mohge", options, where="arms.mine.")
+    assert str(refused.value) == f"arms.mine.{message}"
 
 
 def test_what_the_backbone_cannot_have_is_refused() -> None:
@@ -451,7 +464,7 @@ def test_a_run_s_own_checks_pass_in_float32(strategy: str) -> None:
 def test_another_shape_s_checkpoint_is_refused_with_both_sides(tmp_path: Path) -> None:
     handle, _ = Arm("mohge", RELATIVES["mohge"], disturbed=True).wrap()
     handle.save(tmp_path)
-    with pytest.raises(InputError, match="its keep_experts is 4, the arm asks for 3"):
+    with pytest.raises(InputError, match="it was made with keep_experts 4, the arm asks for 3"):
         wrapped(exact(), "mohge", checkpoint=str(tmp_path), **{**RELATIVES["mohge"], "keep_experts": 3})
     back, _ = wrapped(exact(), "mohge", checkpoint=str(tmp_path), **RELATIVES["mohge"])
     assert not back.untrained

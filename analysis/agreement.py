@@ -51,8 +51,7 @@ def agreement(sides: Sequence[Side], cell: str = HELD_OUT) -> pd.DataFrame:
         if a.columns != b.columns:
             raise InputError(
                 f"{first} decides about {how_many(len(a.columns), 'layer')} and {second} about {len(b.columns)}, or "
-                "other ones: "
-                "their patterns cannot be compared"
+                "other ones: their patterns cannot be compared"
             )
         line: dict[str, Any] = {"first": first, "second": second, "cell": cell, "requests": 0, "note": ""}
         if a.requests and b.requests:

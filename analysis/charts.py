@@ -21,7 +21,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from analysis import wording
-from analysis.ladder import UNSUPPORTED
+from analysis.ladder import refused
 from profiler.records import Manifest
 
 INK, MUTED, GRID, GHOST, PAPER = "#1f2933", "#5f6b76", "#e6e9ed", "#dfe3e8", "#ffffff"
@@ -205,8 +205,8 @@ def ladder(
 
 def _not_measured(note: str) -> str:
     """What stands in the place of a bar; with the reason where the machine could not give the figure."""
-    why = [part.removeprefix(UNSUPPORTED) for part in note.split("; ") if part.startswith(UNSUPPORTED)]
-    return f"not measured<br><span style='font-size:10px'>{wrapped(why[0], 52)}</span>" if why else "not measured"
+    why = refused(note)
+    return f"not measured<br><span style='font-size:10px'>{wrapped(why, 52)}</span>" if why else "not measured"
 
 
 def _rung_hover(rung: str, row: Any) -> str:

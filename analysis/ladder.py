@@ -101,6 +101,12 @@ def ladder(run: Run) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=list(COLUMNS))
 
 
+def refused(note: str) -> str:
+    """Why the machine could not give a rung's figure, out of its note; empty where it could."""
+    why = [part.removeprefix(UNSUPPORTED) for part in note.split("; ") if part.startswith(UNSUPPORTED)]
+    return why[0] if why else ""
+
+
 def judged(frame: pd.DataFrame) -> pd.Series[bool]:
     """Of rows of `ladder`, whether anything may be concluded from their intervals: what break-even and notes go by.
 

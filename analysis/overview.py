@@ -13,7 +13,7 @@ import pandas as pd
 
 from analysis import integrity
 from analysis.kernels import TRACED_HIGH, TRACED_LOW
-from analysis.ladder import UNSUPPORTED, ladder
+from analysis.ladder import ladder, refused
 from analysis.latency import cells
 from analysis.wording import how_many
 from profiler.errors import StoreError
@@ -97,10 +97,10 @@ def _records(records: list[Any], columns: list[str] | tuple[str, ...]) -> pd.Dat
 
 def _refused(rungs: pd.DataFrame) -> pd.DataFrame:
     """Kernel times that the ladder would not give, as rows of `unsupported`; its notes have the figures."""
-    refused = rungs[rungs["note"].str.startswith(UNSUPPORTED)]
+    without = rungs[rungs["note"].map(refused) != ""]
     limits = f"less than {TRACED_LOW} (CPU) or more than {TRACED_HIGH} × a median bare step"
     reason = f"a traced step's kernels took {limits}, as the rung's note says"
-    lines = [(f"kernel time saved by {row.arm} in {row.cell}", reason) for row in refused.itertuples()]
+    lines = [(f"kernel time saved by {row.arm} in {row.cell}", reason) for row in without.itertuples()]
     return pd.DataFrame(lines, columns=list(UNSUPPORTED_COLUMNS))
 
 

@@ -20,8 +20,6 @@ from profiler.records import RECORDER_COST
 
 SMALL = "†"
 LONG_TEXT = 40
-#: Hex digits shown of a hash: enough that two that differ are seen to.
-DIGEST = 12
 
 
 @dataclass(frozen=True)
@@ -335,8 +333,8 @@ def cells(found: Overview) -> Table:
 
 
 def outputs(found: Overview) -> Table:
-    """What arms said in each cell, as the first `DIGEST` hex digits of its hash: a line a cell, a column an arm."""
-    said = {(row.cell, row.arm): str(row.sha256)[:DIGEST] for row in found.outputs.itertuples()}
+    """What arms said in each cell, by the first digits of its hash: a line a cell, a column an arm."""
+    said = {(row.cell, row.arm): str(row.sha256)[: wording.DIGEST] for row in found.outputs.itertuples()}
     arms = list(dict.fromkeys(found.outputs["arm"]))
     lines = [
         (str(cell), *(said.get((cell, arm), wording.ABSENT) for arm in arms))

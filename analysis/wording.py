@@ -249,10 +249,12 @@ SHARING = (
     "its rows skip."
 )
 
+#: Hex digits shown of a hash: enough that two that differ are seen to.
+DIGEST = 12
 #: What stands beside the table of an overview's outputs.
 OUTPUTS = (
-    "The first 12 hex digits of the SHA-256 of the likeliest next tokens of the whole batch after each step: arms, or "
-    "runs of the same inputs in one process or on several ranks, that agree here said the same."
+    f"The first {DIGEST} hex digits of the SHA-256 of the likeliest next tokens of the whole batch after each step: "
+    "arms, or runs of the same inputs in one process or on several ranks, that agree here said the same."
 )
 
 # -- glossary -----------------------------------------------------------------------------------------------------

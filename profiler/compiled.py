@@ -79,9 +79,7 @@ def load(source: Path, flags: Sequence[str] = ()) -> None:
             raise Uncompiled(f"{compiler()[0]} made nothing of it")
 
     try:
-        folder = user_cache.entry(name, "operators")
-        if user_cache.fault(folder, identity) is not None:
-            folder = user_cache.build(name, identity, build, NEEDS_BYTES, kind="operators")
+        folder = user_cache.build(name, identity, build, NEEDS_BYTES, kind="operators")
         torch.ops.load_library(folder / file)
     except (InputError, OSError) as error:
         raise Uncompiled(f"{error} {error.__cause__ or ''}".strip()) from error

@@ -219,19 +219,18 @@ void run(const Layer<T>& layer, std::vector<Piece<T>> pieces) {
   }
   const int64_t parts = (wanted + size - 1) / size;
   // Not by `vector`, which would fill it with zeros.
-  const std::unique_ptr<T[]> hidden(new T[size * layer.chunk() * layer.inner()]);
+  const int64_t each = layer.chunk() * layer.inner();
+  const std::unique_ptr<T[]> hidden(new T[size * each]);
   share_out(layer, size, parts, [&](int64_t nth, int64_t part, Scratch<T>& scratch) {
     const int64_t panels = layer.first_panels();
     gather(layer, pieces[nth], scratch);
-    gate_and_up(
-        layer, pieces[nth], panels * part / parts, panels * (part + 1) / parts, scratch,
-        hidden.get() + nth * layer.chunk() * layer.inner());
+    const int64_t from = panels * part / parts, to = panels * (part + 1) / parts;
+    gate_and_up(layer, pieces[nth], from, to, scratch, hidden.get() + nth * each);
   });
   share_out(layer, size, parts, [&](int64_t nth, int64_t part, Scratch<T>& scratch) {
     const int64_t panels = layer.last_panels();
-    down(
-        layer, pieces[nth], panels * part / parts, panels * (part + 1) / parts, scratch,
-        hidden.get() + nth * layer.chunk() * layer.inner());
+    const int64_t from = panels * part / parts, to = panels * (part + 1) / parts;
+    down(layer, pieces[nth], from, to, scratch, hidden.get() + nth * each);
   });
 }
 

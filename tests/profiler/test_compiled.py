@@ -44,6 +44,12 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
+def source_in(folder: Path, name: str, text: str = "int\n") -> Path:
+    path = folder / f"{name}.cpp"
+    path.write_text(text)
+    return path
+
+
 def counting(tmp_path: Path) -> Path:
     """A compiler that is the real one, and leaves a line for each time it compiles."""
     real = compiled.compiler()
@@ -62,8 +68,7 @@ def counting(tmp_path: Path) -> Path:
 def test_processes_that_come_together_compile_once_and_each_has_the_operator(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = tmp_path / "twice.cpp"
-    source.write_text(SOURCE.replace("NAME", "gatewise_test"))
+    source = source_in(tmp_path, "twice", SOURCE.replace("NAME", "gatewise_test"))
     monkeypatch.setenv("CXX", str(counting(tmp_path)))
     code = f"""
         from pathlib import Path
@@ -91,14 +96,13 @@ def test_processes_that_come_together_compile_once_and_each_has_the_operator(
 def test_what_was_compiled_once_needs_no_compiler_and_no_place_to_write(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = tmp_path / "thrice.cpp"
-    source.write_text(SOURCE.replace("NAME", "gatewise_test_again"))
+    source = source_in(tmp_path, "thrice", SOURCE.replace("NAME", "gatewise_test_again"))
     compiled.load(source)
 
     def unwritable(*given: object, **more: object) -> Path:
         raise AssertionError("built again")
 
-    monkeypatch.setattr(user_cache, "build", unwritable)
+    monkeypatch.setattr(user_cache, "_locked", unwritable)
     monkeypatch.setenv("CXX", str(tmp_path / "absent"))
     compiled.load(source)
 
@@ -106,8 +110,7 @@ def test_what_was_compiled_once_needs_no_compiler_and_no_place_to_write(
 def test_without_a_compiler_it_says_so(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    source = tmp_path / "any.cpp"
-    source.write_text("int\n")
+    source = source_in(tmp_path, "any")
     with pytest.raises(compiled.Uncompiled, match=r"^there is no C\+\+ compiler \(g\+\+ or c\+\+\)$"):
         compiled.load(source)
     check = doctor.compiler()
@@ -152,8 +155,7 @@ def test_a_compiler_that_is_named_wrong_is_told(named: str, said: str, monkeypat
 def test_a_compiler_that_refuses_is_quoted_and_nothing_is_kept(
     does: str, said: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = tmp_path / "bad.cpp"
-    source.write_text("int\n")
+    source = source_in(tmp_path, "bad")
     monkeypatch.setenv("CXX", str(script(tmp_path / "refuses", f"#!/bin/sh\nexec >&2\n{does}\n")))
     with pytest.raises(compiled.Uncompiled, match=said):
         compiled.load(source)
@@ -161,8 +163,7 @@ def test_a_compiler_that_refuses_is_quoted_and_nothing_is_kept(
 
 
 def test_what_torch_cannot_load_is_no_crash(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "odd.cpp"
-    source.write_text("int\n")
+    source = source_in(tmp_path, "odd")
     makes_rubbish = script(
         tmp_path / "rubbish",
         """\
